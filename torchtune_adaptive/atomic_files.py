@@ -54,14 +54,6 @@ def directory_id(path: Path) -> tuple[int, int]:
     return status.st_dev, status.st_ino
 
 
-def is_path(text: str) -> bool:
-    """Return True if a file can have this path: without NUL, and without characters that cannot be encoded."""
-    try:
-        return b"\0" not in os.fsencode(text)
-    except UnicodeEncodeError:  # half of a surrogate pair
-        return False
-
-
 def reason(error: BaseException) -> str:
     """Return the cause of an error in one line. For an OSError, the path is left out: the caller names it."""
     if isinstance(error, OSError) and error.strerror:

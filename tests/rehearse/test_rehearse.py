@@ -401,6 +401,42 @@ def test_script_without_a_step_gives_no_prediction(rehearse: Rehearse, script: s
     assert (answer.status, answer.found.splitlines()[0]) == (2, expected)
 
 
+EXITS = ONE_STEP + "    held = torch.empty(20 * 2**30, dtype=torch.uint8, device='cuda')\n"
+
+
+def test_memory_of_a_script_that_ends_by_os_exit_is_counted(rehearse: Rehearse) -> None:
+    answer = rehearse(EXITS + "    os._exit(int(sys.argv[1]))\n", command=("train.py", "0"))
+    assert (answer.status, answer.found["fits"]) == (0, True)
+    assert answer.found["rank_peaks"][0]["reserved_bytes"] >= 20 * 2**30
+    answer = rehearse(EXITS + "    os._exit(int(sys.argv[1]))\n", command=("train.py", "3"))
+    assert (answer.status, answer.found["fits"]) == (2, None)
+
+
+def test_forked_child_that_ends_after_a_step_leaves_the_record_alone(rehearse: Rehearse) -> None:
+    child = "    if (child := os.fork()) == 0:\n        sys.exit(3)\n    assert os.waitpid(child, 0)[1] == 3 << 8\n"
+    answer = rehearse(EXITS + child)
+    assert (answer.status, answer.found["fits"]) == (0, True), answer.printed
+    assert answer.found["rank_peaks"][0]["reserved_bytes"] >= 20 * 2**30
+
+
+@pytest.mark.parametrize(
+    "size",
+    ["torch.cuda.get_device_properties(0).total_memory // 2", "torch.cuda.mem_get_info()[1] // 2"],
+)
+def test_script_that_reads_the_memory_of_its_card_is_rehearsed_on_each(size: str, rehearse: Rehearse) -> None:
+    script = f"{ONE_STEP}    assert sys.stdin.read() == ''\n    torch.empty({size}, dtype=torch.uint8, device='cuda')\n"
+    rows = rehearse(script, "--gpu", "4090,h100").found
+    assert [row["fits"] for row in rows] == [True, True]
+    assert rows[0]["reserved_bytes"] < 0.6 * rows[1]["reserved_bytes"]
+
+
+def test_limit_that_the_script_has_set_is_the_one_in_the_verdict(rehearse: Rehearse) -> None:
+    limited = "    torch.cuda.set_per_process_memory_fraction(0.25)\n    torch.empty(2**35, device='cuda')\n"
+    answer = rehearse(ONE_STEP + limited, "--memory", "41GiB")
+    assert answer.status == 1
+    assert "of the script's limit of 10.0 GiB" in answer.found["verdict"]
+
+
 def test_script_that_exits_after_a_caught_oom_has_no_verdict(rehearse: Rehearse) -> None:
     script = (
         ONE_STEP
@@ -437,6 +473,8 @@ def test_script_that_exits_after_a_caught_oom_has_no_verdict(rehearse: Rehearse)
             "memory: '80' is neither an amount of memory nor a fraction; allowed",
         ),
         ({}, ("--ranks", "0"), "argument --ranks: 0 is not a number from 1"),
+        ({}, ("--steps", "-1"), "argument --steps: -1 is not a number from 0"),
+        ({}, ("--gpu", "h100", "--price", "h100=nan"), "h100=nan is not a name and a price, as in h100=2.49"),
         ({}, ("--devices", "17"), "argument --devices: invalid choice: 17"),
         ({}, ("--", "deepspeed", "--num_gpus", "8", "train.py"), "cannot be followed: rehearse train.py "),
         ({}, ("--snapshot", "nowhere/memory.pickle"), "--snapshot needs an existing folder"),

@@ -199,6 +199,37 @@ def test_tokens_are_counted_by_the_largest_embedding(call: str, rehearse: Rehear
     assert (time["tokens_per_step"], time["samples_per_step"]) == (2 * 3 * 8 * 128, 2 * 3 * 8)
 
 
+@pytest.mark.parametrize("case", ["reentrant", "not reentrant", "reference", "evaluation", "long positions"])
+def test_tokens_are_those_of_training(case: str, rehearse: Rehearse) -> None:
+    """Neither those of a recomputation, an evaluation, or a reference model, nor positions."""
+    script = f"""
+    import torch
+    from torch.utils.checkpoint import checkpoint
+
+    case, words = "{case}", torch.nn.Embedding(1000, 64).cuda()
+    positions = torch.nn.Embedding(2000 if case == "long positions" else 128, 64).cuda()
+    reference = torch.nn.Embedding(1000, 64).cuda()
+    optimizer = torch.optim.SGD([*words.parameters(), *positions.parameters()])
+    def embed(tokens, words=words): return words(tokens) + positions(torch.arange(128).cuda())
+    for _ in range(3):
+        tokens = torch.randint(0, 1000, (8, 128)).cuda()
+        with torch.no_grad():
+            if case == "reference":
+                embed(tokens, reference)
+            for _ in range(4 * (case == "evaluation")):
+                embed(tokens)
+        if "reentrant" in case:
+            start = torch.ones(1, device="cuda", requires_grad=True)
+            embedded = checkpoint(lambda _: embed(tokens), start, use_reentrant=case == "reentrant")
+        else:
+            embedded = embed(tokens)
+        embedded.sum().backward()
+        optimizer.step()
+    """
+    time = rehearse(script, "--ranks", "2").found["time"]
+    assert (time["tokens_per_step"], time["samples_per_step"]) == (2 * 8 * 128, 2 * 8)
+
+
 def test_adaptive_trainer_has_the_work_of_stock_trainer(rehearse: Rehearse) -> None:
     pytest.importorskip("accelerate")
 

@@ -10,7 +10,6 @@ from typing import Any, TypeVar
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigTypeError
 
-from torchtune_adaptive.atomic_files import is_path
 from torchtune_adaptive.engine.limits import ROUNDINGS
 from torchtune_adaptive.engine.search import STRATEGIES
 from torchtune_adaptive.errors import ConfigError, refuse, run_checks
@@ -44,7 +43,7 @@ NULL = Rule(lambda v: v is None, "null")
 NUMBER = Rule(lambda v: _is_int(v) or isinstance(v, float), "a number")
 ABOVE_ZERO = Rule(lambda v: NUMBER.accepts(v) and v > 0, "a number above 0")
 TEXT = Rule(lambda v: isinstance(v, str) and v != "", "a string")
-PATH = Rule(lambda v: TEXT.accepts(v) and is_path(v), "a path")
+PATH = Rule(lambda v: TEXT.accepts(v) and "\0" not in v, "a path")
 SIZES = Rule(lambda v: True, "an amount, a fraction up to 1, or a list of those; or null")
 """`parse_sizes` reports invalid values."""
 SECTION = Rule(lambda v: True, "a section of keys and values")

@@ -523,7 +523,7 @@ class GhostMode(TorchDispatchMode):
             self.used_unknown_values = self.used_unknown_values or not all(map(_is_float, overwritten))
             _mark(overwritten, known=False)
             return overwritten[0] if isinstance(result, Tensor) else result
-        if name in _FILLING and not _is_float(result):  # for example, the mask from which tokens per expert are counted
+        if name in _FILLING and not _is_float(result):  # such as the mask from which tokens per expert are counted
             with unset_fake_temporarily():
                 shape_only = torch.empty(args[0].shape, dtype=args[0].dtype, device="meta")
                 return call.func(shape_only, *args[1:], **{**call.kwargs, "device": result.device})

@@ -55,8 +55,8 @@ _FIXED, _ROW, _TOKEN, _PAIR, _LATE = range(5)
 class Surface:
     """Predicts bytes: fixed + rows × (per row + per token × length + per pair × length²).
 
-    If all rows have the same length, only the first two terms are used, and methods need no length. Tokens beyond the
-    knee have another coefficient, `bytes_per_late_token`.
+    A surface of measurements of a single length has only the first two terms, and its methods need no length. Tokens
+    beyond the knee have another coefficient, `bytes_per_late_token`.
     """
 
     fixed_bytes: float

@@ -174,9 +174,10 @@ class ProbeReport(NamedTuple):
 def agreed_peak(phases: Sequence[str], reports: Sequence[ProbeReport]) -> Peak:
     """Return one peak for all ranks, to be compared with the budget of the tightest rank (with the least free memory).
 
-    On each rank, the part of the peak above resident memory is a share of the rank's free memory. The result is the
-    peak at which the tightest rank would have the largest of these shares. So it is within the budget of that rank if
-    and only if every rank is within its own. Like each rank's peak, it is a maximum of affine functions of the rows.
+    The share of a rank is the part of its peak above resident memory, divided by its free memory. The result is the
+    peak at which the share of the tightest rank would equal the largest share of all ranks. So it is within the budget
+    of that rank if and only if every rank is within its own. Like each rank's peak, it is a maximum of affine functions
+    of the rows.
     """
     tightest = min((report.budget for report in reports), key=attrgetter("free_bytes"))
 

@@ -445,7 +445,7 @@ class StepRunner(Generic[Sample]):
             return added if totals is None else totals.plus(added)
         except Exception as error:
             if not (self.recovery.enabled and is_oom(error)):
-                if comes_from_a_collective(error):  # FSDP's errors are explained already
+                if comes_from_a_collective(error):  # not FSDP's own, whose errors are explained already
                     with explaining_failures("a collective of the model"):
                         raise
                 raise
@@ -585,7 +585,7 @@ class StepRunner(Generic[Sample]):
 
     def _announce(self, change: Change, reports: AttemptReports) -> None:
         """Log a change of the limit on rank 0, and pass it to `on_change` on every rank."""
-        if rank() == 0 and change.kind != EXHAUSTED:  # raised as an error
+        if rank() == 0 and change.kind != EXHAUSTED:  # which is raised as an error instead
             logger.log(logging.WARNING if change.kind == RECOVERY else logging.INFO, "%s", change.reason)
         fullest = reports.fullest
         self.recovery.on_change(change if fullest is None else replace(change, **fullest._asdict()))

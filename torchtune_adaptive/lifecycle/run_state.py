@@ -23,7 +23,7 @@ from enum import Enum
 from pathlib import Path
 from typing import IO
 
-from torchtune_adaptive.atomic_files import directory_id, is_path, read_json, reason, replace_file
+from torchtune_adaptive.atomic_files import read_json, reason, replace_file
 from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.formatting import printable
 from torchtune_adaptive.lifecycle.torchrun import launcher_timeout_s
@@ -83,7 +83,7 @@ def read_record(directory: Path) -> RunRecord | None:
         record = RunRecord(**(read_json(directory / RUN_FILE) or {}))
         values = asdict(record).items()
         typed = all(isinstance(value, int if name == "serial" else str | None) for name, value in values)
-        if typed and is_path(record.output_dir):
+        if typed:
             return record
     return None
 
@@ -121,8 +121,6 @@ class ThisRun:
     """The newest complete checkpoint."""
     record_directory: Path | None = None
     """The directory of `adaptive_run.json`; None until the run has locked it."""
-    record_directory_id: tuple[int, int] | None = None
-    """Device and inode of that directory. The run does not write into another directory that has replaced it."""
     command: list[str] = field(default_factory=list)
     """The words of the launcher's command. Read at the start, because later the launcher may have been killed."""
     _recording: threading.Lock = field(default_factory=threading.Lock)
@@ -131,15 +129,12 @@ class ThisRun:
     def keep_record_in(self, directory: Path) -> None:
         """Set the command and the directory of the record. The directory may exist on rank 0's node only."""
         self.record_directory, self.command = directory, typed_command()
-        with suppress(OSError):
-            self.record_directory_id = directory_id(directory)
 
     def record_end(self, ended: str, message: str = "") -> None:
-        """Record how the run has ended, unless its directory was replaced."""
-        directory = self.record_directory
-        with self._recording, suppress(OSError):
-            if directory is not None and directory_id(directory) == self.record_directory_id:
-                record_end(directory, ended, message)
+        """Record how the run has ended."""
+        with self._recording:
+            if self.record_directory is not None:
+                record_end(self.record_directory, ended, message)
 
     def try_to_record_end(self, ended: str, message: str) -> None:
         """Record how the run has ended, but wait at most two seconds, because the file server may hang."""

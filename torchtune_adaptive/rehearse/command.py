@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 from functools import partial
 from operator import attrgetter
@@ -65,7 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="memory of the CUDA context, NCCL and libraries (default: 3GiB; one rank 1GiB)",
     )  # fmt: skip
     parser.add_argument(
-        "--steps", type=int, default=STEPS, metavar="N",
+        "--steps", type=lambda text: _counts(text, least=0)[0], default=STEPS, metavar="N",
         help=f"stop after N steps (default: {STEPS}; 0: run to the end)",
     )  # fmt: skip
     parser.add_argument("--snapshot", metavar="FILE", help="write FILE for pytorch.org/memory_viz, and draw FILE.png")
@@ -175,7 +176,10 @@ def _cards(text: str) -> list[Gpu]:
 
 
 def _price(text: str) -> list[tuple[str, float]]:
-    return [(name, float(price)) for name, price in (each.split("=") for each in text.lower().split(","))]
+    pairs = [each.partition("=")[::2] for each in text.lower().split(",")]
+    if not all(re.fullmatch(r"\d*\.?\d+", price) for _, price in pairs):
+        raise argparse.ArgumentTypeError(f"{text} is not a name and a price, as in h100=2.49")
+    return [(name, float(price)) for name, price in pairs]
 
 
 def _bytes(text: str) -> int:

@@ -272,7 +272,7 @@ class DeviceValues:
             if known and given:
                 if self._routes:
                     self.on_guess(ROUTING, _caller())
-                function(*tree_map(_on_host, args), **tree_map(_on_host, kwargs))  # in the memory of the device
+                function(*tree_map(_on_host, args), **tree_map(_on_host, kwargs))  # writes into the device's memory
                 self._note_write(result)
             return result
 
@@ -403,7 +403,7 @@ def _version(tensor: torch.Tensor) -> int | None:
 
 
 def _caller() -> FrameType:
-    """Return the innermost frame outside this module; in a thread of autograd without one, that of the main thread."""
+    """Return the innermost frame outside this module; if a thread of autograd has none, return the main thread's."""
     frame: FrameType | None = sys._getframe(1)
     while frame and frame.f_code.co_filename == __file__:
         frame = frame.f_back

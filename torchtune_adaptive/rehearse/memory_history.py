@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch.utils._pytree import tree_leaves
 
+from torchtune_adaptive.atomic_files import replace_file
 from torchtune_adaptive.rehearse.result import GIB
 from torchtune_adaptive.rehearse.start import RankSettings
 
@@ -62,7 +63,7 @@ class MemoryHistory:
             snapshot = torch.cuda.memory._snapshot()
             events = [event for event in snapshot["device_traces"][device] if event["action"] != "snapshot"]
             snapshot["timeline"] = _timeline(events, self._owners, _owners()) if events else None
-            file.write_bytes(pickle.dumps(snapshot))
+            replace_file(file, pickle.dumps(snapshot))
             if events and find_spec("matplotlib"):
                 usable = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
                 _draw(snapshot["timeline"], usable / GIB, f"{file}.png")

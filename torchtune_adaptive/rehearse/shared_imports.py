@@ -58,6 +58,7 @@ def run_here(arguments: Sequence[str], environ: Mapping[str, str]) -> None:
     if torch.cuda._is_in_bad_fork() or environ[CAPABILITY] != os.environ[CAPABILITY]:
         return
     os.closerange(3, os.sysconf("SC_OPEN_MAX"))  # one of these tells Popen that the child is running
+    sys.stdin = open(0, closefd=False)  # noqa: SIM115 - the pool has replaced it by a descriptor that is now closed
     gc.freeze()  # collections skip the objects of the libraries
     gc.enable()  # Popen disables it
     dependencies.PARENT_PID = os.getppid()

@@ -15,12 +15,12 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
-from functools import partial
+from functools import partial, wraps
 from itertools import pairwise
 from operator import attrgetter
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import Any
+from typing import Any, NoReturn
 from weakref import WeakSet
 
 import torch
@@ -29,7 +29,7 @@ from torch.utils.weak import WeakIdRef
 
 from torchtune_adaptive.null_cuda import used_convolutions, used_flops, used_memory
 from torchtune_adaptive.rehearsal_flag import REHEARSAL
-from torchtune_adaptive.rehearse.fake_ranks import after_import
+from torchtune_adaptive.rehearse.fake_ranks import after_import, replace_everywhere
 from torchtune_adaptive.rehearse.memory_history import UPDATE, MemoryHistory, memory_by_holder
 from torchtune_adaptive.rehearse.start import CannotRehearse, RankSettings
 from torchtune_adaptive.rehearse.step_trace import RECORDER
@@ -103,24 +103,37 @@ class StepRecorder:
 
         torch.optim.Optimizer.__init__ = init  # type: ignore[method-assign,assignment]
         after_import("torchtune_adaptive.engine.probes", self._exclude_probes)
-        mem_get_info = torch.cuda.mem_get_info
+        exit_at_once = os._exit
 
-        def read(device: Any = None) -> tuple[int, int]:
-            self._reads_memory = True
-            return mem_get_info(device)
+        def exit_after_record(status: int) -> NoReturn:
+            self.__exit__(None, None, None)
+            exit_at_once(status)
 
-        torch.cuda.mem_get_info = torch.cuda.memory.mem_get_info = read
+        os._exit = exit_after_record
+        names = "mem_get_info", "set_per_process_memory_fraction", "get_device_properties"
+        for function in (getattr(torch.cuda, name) for name in names):
+
+            @wraps(function)
+            def read(*args: Any, function: Callable[..., Any] = function, **kwargs: Any) -> Any:
+                by_torch = sys._getframe(1).f_code.co_filename.startswith(_TORCH)
+                self._reads_memory |= not (by_torch and function.__name__ == "get_device_properties")
+                return function(*args, **kwargs)
+
+            replace_everywhere(function, read)
 
     def _watch(self) -> None:
         """Print all tracebacks if this is not called again in time. Not on a GPU, where steps may be slow."""
-        if not self.real:
+        if not self.real and os.getpid() == self._process:  # in a forked process, this call would not return
             faulthandler.dump_traceback_later(SILENT_S, repeat=True, file=2)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        if os.getpid() != self._process:
+            return
         if self._first_step_is_complete or (self._stepped and _message(error) is None):
             self._end_step()
         _add(self._reading, self._peaks.read())
         self._write_end(self._reading, error)
+        self._process = 0  # the record is complete
 
     def _write_end(self, after_last_step: Usages, error: BaseException | None = None, *, stopped: bool = False) -> None:
         _add(self._run, after_last_step)
@@ -270,7 +283,7 @@ class StepRecorder:
                 "operation": node.name() if node else linecache.getline(*frames[0]).strip(),
                 "asked_bytes": asked,
                 "free_bytes": free,
-                "allowed_bytes": int(total * torch.cuda.get_per_process_memory_fraction(device)),
+                "allowed_bytes": total,
                 "allocated_bytes": stats["allocated_bytes.all.current"],
                 "reserved_bytes": stats["reserved_bytes.all.current"],
                 "held_bytes": memory_by_holder(device),
@@ -289,9 +302,14 @@ class StepRecorder:
         if os.getpid() == self._process:
             with suppress(OSError):
                 self._file.write(json.dumps({"kind": kind, **figures}) + "\n")
-            if kind == "out_of_memory" or (kind == "end" and not figures["by_memory"]):  # by_memory: saved at the error
+            if kind == "out_of_memory" or (
+                kind == "end" and not figures["by_memory"]
+            ):  # by_memory: it is saved already
                 fullest = max(self._run, key=lambda device: self._run[device].reserved_bytes, default=0)
-                self._history.save(figures.get("device", fullest))
+                try:
+                    self._history.save(figures.get("device", fullest))
+                except OSError as error:
+                    print(f"rehearse: --snapshot is not written: {error}; name a file elsewhere", file=sys.stderr)
 
 
 def _allocated() -> int:

@@ -43,6 +43,7 @@ _SHARE_SAMPLES = re.compile(r"mesh_(tp|cp|sp|pp|tensor|context|pipeline)\w*")
 """Descriptions of process groups whose ranks share samples."""
 _NODE = re.compile(r'"id": (\d+), "name": "(.*)", "ctrl_deps": (\d+)')
 _SCHEMA = re.compile(r'"op_schema", "type": "string", "value": "([^"]*)"')
+_RECORDED_BY_AUTOGRAD = re.compile(r'"seq_id", "type": "int64", "value": \d')
 _Items = list[Operation | Transfer]
 
 
@@ -129,13 +130,13 @@ def read(lines: Iterable[str], untraced: Counter[Operation | Transfer] | None = 
             text[key] = line
         elif key == '"att' and len(text) == 2 and (schema := _SCHEMA.search(line)) is not None:
             try:
-                trace.add(identity, name, parent, schema[1], text)
+                trace.add(identity, name, parent, schema[1], text, line)
             except (ValueError, LookupError):  # a forked process may have written into the same file
                 continue
     counted = trace.counted() + (untraced or Counter())
     operations = [(each, times) for each, times in counted.items() if isinstance(each, Operation)]
     collectives = [(each, times) for each, times in counted.items() if isinstance(each, Transfer)]
-    return Work(operations, collectives, trace.tokens, trace.samples, math.prod(trace.sharing.values()))
+    return Work(operations, collectives, *trace.tokens_and_samples(), math.prod(trace.sharing.values()))
 
 
 def _dimensions_of_all_ranks() -> Iterator[dict[str, Any]]:
@@ -144,6 +145,18 @@ def _dimensions_of_all_ranks() -> Iterator[dict[str, Any]]:
         for name, size in zip(mesh.mesh_dim_names or (), mesh.shape, strict=False):
             if size == torch.distributed.get_world_size():
                 yield {"pg_name": f"mesh_{name}", "pg_desc": f"mesh_{name}", "ranks": None, "group_size": size}
+
+
+class _Input(NamedTuple):
+    """The input of an embedding, a convolution or a compiled model."""
+
+    node: int
+    recorded: bool
+    """True if autograd has recorded the operation."""
+    weight: tuple[int, ...]
+    """The largest counts: embeddings of rows, of single tokens, compiled models, then convolutions, the first ones."""
+    tokens: int
+    rows: int
 
 
 class _Trace:
@@ -155,26 +168,31 @@ class _Trace:
         self._threads: set[int] = set()
         self._groups: dict[str, list[int]] = {}
         self.sharing: dict[str, int] = {}  # the number of ranks by mesh dimension, if they share samples
-        self._looked_up: Counter[tuple[int, ...]] = Counter()
-        """The number of tokens, by the shape of the embedding that looks them up. A compiled graph has (0, inputs)."""
-        self._rows: Counter[tuple[int, ...]] = Counter()
-        """The number of rows, by the shape of the weight of the embedding or the convolution."""
+        self._parents: dict[int, int] = {}
+        self._backward: set[int] = set()
+        """Nodes of the backward pass."""
+        self._inputs: list[_Input] = []
+        self._convolutions: dict[tuple[int, ...], int] = {}
+        """Numbers the shapes of weights by their first use."""
 
-    def add(self, identity: int, name: str, parent: int, schema: str, text: dict[str, str]) -> None:
+    def add(self, identity: int, name: str, parent: int, schema: str, text: dict[str, str], attributes: str) -> None:
         inner = self._inner.pop(identity, [])
         space, _, short = name.partition("::")
         if name.endswith("|thread]"):
             self._threads.add(identity)
             self._inner[identity] = inner
             return
+        self._parents[identity] = parent
         if name.startswith("Python"):
             self._dispatched.add(parent)
+        elif name.startswith("autograd::engine"):
+            self._backward.add(identity)
         elif name.startswith("Optimizer.step"):
             inner = _with(inner, Operation, update=True)
         elif name.startswith(("FSDP::", "FullyShardedDataParallel._")):
             inner = _with(inner, Transfer, hidden=True)
         elif name == "CompiledFunction":
-            self._know_inputs(_side(text['"inp']))
+            self._record_input(identity, name, True, _side(text['"inp']))
         elif identity in self._dispatched:
             self._dispatched.remove(identity)
         elif space == "c10d":
@@ -183,6 +201,9 @@ class _Trace:
             inner = [*(each for each in inner if isinstance(each, Operation)), *self._collective(short, text)]
         elif schema and not _NO_WORK.fullmatch(short) and (about := _about(schema)).works:
             inner = self._operation(short, about, text, inner)
+            if inner and short in ("embedding", "convolution"):
+                recorded = _RECORDED_BY_AUTOGRAD.search(attributes) is not None
+                self._record_input(identity, short, recorded, _side(text['"inp']))
         self._inner[parent] += inner
 
     def counted(self) -> Counter[Operation | Transfer]:
@@ -197,28 +218,34 @@ class _Trace:
             found.update(_with(inner, Operation, update=True) if identity == last else inner)
         return found
 
-    @property
-    def tokens(self) -> int:
+    def tokens_and_samples(self) -> tuple[int, int]:
+        """Return the tokens and samples of the largest embedding, or no tokens and those of the first convolution.
+
+        Inputs of evaluations and reference models do not count, because autograd does not record them. Recomputations
+        in the backward count only if there is nothing else: a reentrant checkpoint does not record its forward.
+        """
+        ranked = [((each.recorded and 1 + self._in_forward(each.node), each.weight), each) for each in self._inputs]
+        best = max((rank for rank, _ in ranked), default=None)
+        found = [each for rank, each in ranked if rank == best]
         parts = math.prod(self.sharing.get(name, 1) for name in ("cp", "sp", "context"))  # each has its own tokens
-        return self._looked_up[self._weight] * parts
+        return sum(each.tokens for each in found) * parts, sum(each.rows for each in found)
 
-    @property
-    def samples(self) -> int:
-        return self._rows[self._weight]
+    def _in_forward(self, node: int) -> bool:
+        while node and node not in self._backward:
+            node = self._parents.get(node, 0)
+        return not node
 
-    @property
-    def _weight(self) -> tuple[int, ...]:
-        """The largest embedding, or else the compiled graph with the most tokens, or else the first convolution."""
-        counts = self._looked_up
-        return max(counts, key=lambda each: (each if each[0] else (), counts[each]), default=next(iter(self._rows), ()))
-
-    def _know_inputs(self, given: _Side) -> None:
-        """Count the tokens of a model that is compiled with its embedding."""
-        shapes = [shape for shape, kind in zip(given.shapes, given.types, strict=True) if kind == "Tensor(long int)"]
-        if longest := max(shapes, key=math.prod, default=None):
-            graph = 0, len(given.shapes)  # graphs of one model may each take integers, for example tokens and labels
-            self._looked_up[graph] += math.prod(longest)
-            self._rows[graph] += longest[0]
+    def _record_input(self, node: int, name: str, recorded: bool, given: _Side) -> None:
+        first, second = map(tuple, [*given.shapes, (), ()][:2])
+        if name == "embedding":
+            found = (1 + min(len(second), 2), *first), math.prod(second), second[0] if second else 1
+        elif name == "convolution":
+            found = (0, -self._convolutions.setdefault(second, len(self._convolutions))), 0, first[0]
+        else:  # of a model that is compiled with its embedding. Each of its graphs may take integers, such as labels.
+            integers = [shape for shape, kind in zip(given.shapes, given.types, strict=True) if "(long" in kind]
+            longest = max(integers, key=math.prod, default=[0])
+            found = (bool(integers), len(given.shapes)), math.prod(longest), longest[0]
+        self._inputs.append(_Input(node, recorded, *found))
 
     def know_groups(self, groups: Iterable[Any]) -> None:
         """Remember the process groups of this rank."""
@@ -238,17 +265,12 @@ class _Trace:
         if not any(device.startswith("cuda") for device in devices):
             return inner
         if name == "embedding":
-            weight, indices = tuple(given.shapes[0]), given.shapes[1]
-            self._looked_up[weight] += math.prod(indices)
-            self._rows[weight] += indices[0] if indices else 1
             return inner or [Operation(MEMORY, 0, _moved(name, about, tensors, made))]
         moved = _moved(name, about, tensors, made)
         if name == "copy_" and len(devices) > 1:
             return [Operation(HOST, 0, moved // 2)]
         if not multiplies:
             return [Operation(MEMORY, 0, moved)]
-        if name == "convolution":
-            self._rows[tuple(given.shapes[1])] += given.shapes[0][0]
         kind = given.types[_FIRST_MATRIX.get(name, 0)].removeprefix("Tensor(").removesuffix(")")
         rate = _RATES.get(kind) or (TF32 if _takes_tf32(name in _CONVOLUTIONS) else FP32)
         return [Operation(rate, _flops(name, about, given, returned), moved, flash="flash" in name)]

@@ -16,7 +16,7 @@ from math import isfinite
 from pathlib import Path
 from typing import Any, TypeGuard
 
-from torchtune_adaptive.atomic_files import directory_id, reason
+from torchtune_adaptive.atomic_files import reason
 from torchtune_adaptive.engine.governor import Change
 
 logger = logging.getLogger(__name__)
@@ -67,11 +67,9 @@ class Journal:
     def __init__(self, directory: Path | None) -> None:
         self._directory = directory
         self._incomplete = False
-        self._directory_id: tuple[int, int] | None = None
         try:
             if directory is not None:
                 directory.mkdir(parents=True, exist_ok=True)
-                self._directory_id = directory_id(directory)
         except OSError as error:
             self._report(directory, error)
 
@@ -98,8 +96,6 @@ class Journal:
         if self._directory is None:
             return
         try:
-            if self._directory_id not in (None, directory_id(self._directory)):
-                raise OSError(f"{self._directory} was moved or replaced")
             # without NaN and infinity, which JSON does not have
             values = {key: value for key, value in record.items() if not isinstance(value, float) or isfinite(value)}
             _append_line(self._directory / name, json.dumps({"time": round(time.time(), 3), **values}))

@@ -219,7 +219,7 @@ class LossWatch:
     ) -> None:
         self._max_skipped, self._files, self._has_trained = max_skipped_steps, files, has_trained
         self._steps = self._nan_in_a_row = 0
-        self._has_targets = self._warned_of_saving = False
+        self._has_targets = False
         self._cause = NO_CAUSE
 
     def record(
@@ -251,25 +251,18 @@ class LossWatch:
             remedy = f": {cause.remedy}" if cause.remedy else ""
             logger.warning("step %d: the %s; %s%s", step, what, effect, remedy)
 
-    def worth_saving(self, step: int, *, ends_epoch: bool) -> bool:
+    def worth_saving(self, *, ends_epoch: bool) -> bool:
         """Return False if no step so far has trained the weights; at the end of an epoch, raise NotLearningError."""
-        if self._has_trained:
-            return True
-        no_targets = not self._has_targets
-        if ends_epoch and self._steps:
+        if ends_epoch and self._steps and not self._has_trained:
             why = (
-                "no sample has a token to learn (all labels are masked); check that the dataset's columns and prompt "
-                "template match the data, and that tokenizer.max_seq_len does not cut off the answers"
-                if no_targets
-                else f"every loss was NaN or infinite{self._cause.where}; "
+                f"every loss was NaN or infinite{self._cause.where}; "
                 + (self._cause.remedy or f"lower optimizer.lr, or check that the weights of {self._files} are not NaN")
+                if self._has_targets
+                else "no sample has a token to learn (all labels are masked); check that the dataset's columns and "
+                "prompt template match the data, and that tokenizer.max_seq_len does not cut off the answers"
             )
             raise NotLearningError(f"nothing was trained in {count_of(self._steps, 'step')}: {why}")
-        if not ends_epoch and not self._warned_of_saving and dist.get_rank() == 0:
-            self._warned_of_saving = True
-            why = "no sample so far has a token to learn" if no_targets else "every loss was NaN or infinite"
-            logger.warning("step %d: no checkpoint is saved yet, since %s", step, why)
-        return False
+        return self._has_trained
 
 
 class StepProfiler:

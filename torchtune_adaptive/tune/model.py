@@ -22,7 +22,7 @@ from torchtune.modules import peft
 from torchtune_adaptive.checkpoints.store import State
 from torchtune_adaptive.config import components
 from torchtune_adaptive.config.keys import Settings
-from torchtune_adaptive.engine.ranks import checksum, from_all_ranks, synchronize_replicas
+from torchtune_adaptive.engine.ranks import synchronize_replicas
 from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.formatting import count_of
 from torchtune_adaptive.lifecycle.console import log_if_slow
@@ -33,8 +33,6 @@ META = torch.device("meta")
 CHECKPOINTER = "checkpointer"
 """The default config section of the weight files."""
 Weights = Mapping[str, torch.Tensor]
-SAMPLED_VALUES = 1024
-"""The number of values of each quantized weight that ranks compare."""
 
 
 class Unfilled(dict[str, torch.Tensor]):
@@ -60,7 +58,6 @@ def build_full_model(
     _init_rope(model, device, dtype)
     weights = checkpoint[training.MODEL_KEY]
     _check_weights(model, weights, files, needed=model.state_dict().keys())
-    _check_quantized_alike(model, weights, files)
     _load(model, weights, settings, device, strict=True)
     training.validate_no_params_on_meta_device(model)
     return model
@@ -113,7 +110,6 @@ def build_lora_model(settings: Settings, devices: Devices, checkpoint: State) ->
     _init_rope(model, device, dtype)
     weights = checkpoint[training.MODEL_KEY]
     _check_weights(model, weights, CHECKPOINTER, needed=model.state_dict().keys() - adapters)
-    _check_quantized_alike(model, weights, CHECKPOINTER)
     _load(model, weights, settings, device, strict=False)
     _call_where_present(model, "initialize_dora_magnitude")
     training.validate_no_params_on_meta_device(model)
@@ -217,37 +213,6 @@ def _check_weights(model: nn.Module, weights: Weights, files: str, *, needed: Co
     else:
         return
     raise ConfigError(f"{files}: the weights do not match the model ({why}); use the files that belong to it")
-
-
-def _check_quantized_alike(model: nn.Module, weights: Weights, files: str) -> None:
-    """Collective: raise a ConfigError if ranks have read different values of quantized weights.
-
-    The check is necessary because each rank quantizes the values that it reads. All other weights come from rank 0.
-    It compares `SAMPLED_VALUES` values of each weight.
-    """
-    names = () if isinstance(weights, Unfilled) else sorted(_quantized_in(model) & weights.keys())
-    checksums = [checksum([_sampled(weights[name])]) for name in names]
-    first, *others = from_all_ranks(checksums)
-    for rank, other in enumerate(others, start=1):
-        if other != first:
-            name = next(name for name, a, b in zip(names, first, other, strict=True) if a != b)
-            raise ConfigError(
-                f"{files}: weight {name} on rank {rank} differs from that on rank 0, but every rank quantizes its "
-                "shard of the weights that it reads: put the same files on every node"
-            )
-
-
-def _quantized_in(model: nn.Module) -> set[str]:
-    return {
-        name
-        for name, parameter in model.state_dict().items()
-        if isinstance(getattr(parameter, "_local_tensor", parameter), NF4Tensor)
-    }
-
-
-def _sampled(weight: torch.Tensor) -> torch.Tensor:
-    flat = weight.detach().flatten()
-    return flat[:: max(1, len(flat) // SAMPLED_VALUES)].contiguous()
 
 
 def phase_boundaries(model: nn.Module, loss_fn: nn.Module | None) -> dict[str, nn.Module]:

@@ -114,7 +114,8 @@ def size_epochs(
 ) -> tuple[EpochSizes, ...]:
     """Compute the sizes of all epochs in order; epochs that have begun keep theirs.
 
-    With an increase function, the batch size starts at the configured one and grows up to the bound.
+    With an increase function, the batch size starts at the configured one and grows up to a bound: `rows_that_fit`,
+    or `adaptive.max_batch_size` without a search.
     """
     epochs = [*progress.epochs_started][: progress.total_epochs]
     for epoch in range(len(epochs), progress.total_epochs):

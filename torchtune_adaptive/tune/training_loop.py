@@ -193,7 +193,7 @@ class TrainingLoop:
             log_left_out(sizes, run.progress, self.data.loader)
             self._longest_samples.announce(sizes.epoch)
             run.progress = run.progress.after_epoch(sizes)
-            self._losses.worth_saving(run.progress.step, ends_epoch=True)
+            self._losses.worth_saving(ends_epoch=True)
             self.save()
             run.checkpoints.stop_if_asked(run.progress, self._stopping)
 
@@ -221,7 +221,7 @@ class TrainingLoop:
         self._stopping = stop_requested
         best = self._validate_if_due()
         if run.checkpoints.is_due(run.progress, self._stopping or (best and run.settings.keep_best_checkpoint)):
-            if self._losses.worth_saving(run.progress.step, ends_epoch=False):
+            if self._losses.worth_saving(ends_epoch=False):
                 self.save()
             run.checkpoints.stop_if_asked(run.progress, self._stopping)
 

@@ -158,9 +158,7 @@ def test_unreadable_run_file_is_ignored(content: str, tmp_path: Path, status: St
 RECORD = {"command": "c", "folder": "f", "output_dir": "o", "serial": 0}
 
 
-@pytest.mark.parametrize(
-    "wrong", [{"serial": "0"}, {"message": []}, {"ended": 1}, {"output_dir": "a\0b"}, {"output_dir": "\ud800"}]
-)
+@pytest.mark.parametrize("wrong", [{"serial": "0"}, {"message": []}, {"ended": 1}])
 def test_run_file_with_impossible_values_is_ignored(wrong: dict[str, Any], tmp_path: Path, status: Status) -> None:
     (tmp_path / run_state.RUN_FILE).write_text(json.dumps(RECORD))
     assert status(tmp_path)[0] == CAN_CONTINUE

@@ -27,7 +27,7 @@ class Section:
         (keys.NUMBER, [0, -1.5, float("inf")], ["1", True, None]),
         (keys.ABOVE_ZERO, [1, 0.001, float("inf")], [0, -1, float("nan"), "1", True]),
         (keys.TEXT, ["a"], ["", 1, None]),
-        (keys.PATH, ["a", "/ü/b c", "\udcff"], ["", None, "a\0b", "\ud800"]),
+        (keys.PATH, ["a", "/ü/b c", "\udcff"], ["", None, "a\0b"]),
         (NULL, [None], [0, "", False]),
         (NAMES, [[], ["a", "b"]], ["a", [1], None]),
         (keys.some_of("a", "b"), [["a"], ["b", "a"]], [[], ["c"], ["a", "c"], "a", None]),

@@ -117,7 +117,6 @@ def test_only_an_unrecoverable_run_is_recorded_as_broken(
 ) -> None:
     run_state.record_start(tmp_path, "tune run", 0)
     monkeypatch.setattr(entry_point.THIS_RUN, "record_directory", None)
-    monkeypatch.setattr(entry_point.THIS_RUN, "record_directory_id", None)
     entry_point.THIS_RUN.keep_record_in(tmp_path)
 
     def fail() -> None:
@@ -128,18 +127,6 @@ def test_only_an_unrecoverable_run_is_recorded_as_broken(
     run = run_state.read_record(tmp_path)
     assert run is not None
     assert run.ended == ended
-
-
-def test_end_of_a_run_is_not_recorded_in_a_directory_that_replaced_its_own(tmp_path: Path) -> None:
-    first, out = run_state.ThisRun(), tmp_path / "out"
-    run_state.record_start(out, "tune run", 0)
-    first.keep_record_in(out)
-    out.rename(tmp_path / "moved")
-    run_state.record_start(out, "tune run", 0)
-    first.record_end(run_state.STOPPED, "SIGTERM")
-    record = run_state.read_record(out)
-    assert record is not None
-    assert record.ended is None
 
 
 @pytest.mark.parametrize(("status", "ended"), [(None, 1), (0, 1), (3, 3)])

@@ -75,21 +75,6 @@ def test_removed_folder_is_reported_once_and_not_recreated(tmp_path: Path, caplo
     assert not (tmp_path / "out").exists()
 
 
-def test_journal_does_not_write_into_a_directory_that_replaced_its_own(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    journal = Journal(tmp_path / "out")
-    journal.step(1, {})
-    (tmp_path / "out").rename(tmp_path / "moved")
-    (tmp_path / "out").mkdir()
-    for step in (2, 3):
-        journal.step(step, {})
-    assert list((tmp_path / "out").iterdir()) == []
-    assert len(caplog.messages) == 1
-    assert f"{tmp_path / 'out'} was moved or replaced" in caplog.messages[0]
-    assert steps_in(tmp_path / "moved") == [1]
-
-
 @pytest.mark.parametrize("figure", [object(), {object(): 1}, b"bytes"], ids=["object", "key", "bytes"])
 def test_unwritable_figure_loses_only_its_line(tmp_path: Path, caplog: pytest.LogCaptureFixture, figure: Any) -> None:
     journal = Journal(tmp_path)

@@ -72,13 +72,12 @@ def message(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return lines
 
 
-def test_missing_labels_are_reported_once_as_reason_for_no_checkpoint(message: list[str]) -> None:
+def test_checkpoint_before_the_first_label_is_not_worth_saving() -> None:
     losses, worth = LossWatch(10), []
     for step, tokens in enumerate([0, 0, 0, 5, 5], start=1):
         losses.record(step, 1.0, tokens, 0.5)
-        worth.append(losses.worth_saving(step, ends_epoch=False))
+        worth.append(losses.worth_saving(ends_epoch=False))
     assert worth == [False, False, False, True, True]
-    assert message == ["step 1: no checkpoint is saved yet, since no sample so far has a token to learn"]
 
 
 def test_run_ends_after_too_many_consecutive_nan_steps_with_one_warning_per_streak(message: list[str]) -> None:
@@ -97,7 +96,7 @@ def test_known_cause_of_a_nan_loss_replaces_the_advice_on_the_learning_rate(mess
     losses, cause = LossWatch(1), Cause(" in stage train policy", "lower loss.kl_coeff")
     losses.record(1, math.nan, 10, math.nan, cause)
     with pytest.raises(NotLearningError, match=r"infinite in stage train policy; lower loss.kl_coeff$"):
-        losses.worth_saving(1, ends_epoch=True)
+        losses.worth_saving(ends_epoch=True)
     with pytest.raises(NotLearningError, match=r"nan in stage train policy, in 2 consecutive .*; lower loss.kl_coeff,"):
         losses.record(2, math.nan, 10, math.nan, cause)
     assert message == [
@@ -110,16 +109,15 @@ def test_run_that_learned_in_some_step_may_end(learned: tuple[float, ...], messa
     losses = LossWatch(10)
     for step, loss in enumerate(learned, start=1):
         losses.record(step, loss, 10, loss)
-    losses.worth_saving(len(learned), ends_epoch=True)
+    losses.worth_saving(ends_epoch=True)
 
 
 def test_run_with_only_nan_losses_fails(message: list[str]) -> None:
     losses = LossWatch(10)
     losses.record(1, math.nan, 10, math.nan)
-    assert not losses.worth_saving(1, ends_epoch=False)  # the next loss may be finite
-    assert message[-1] == "step 1: no checkpoint is saved yet, since every loss was NaN or infinite"
+    assert not losses.worth_saving(ends_epoch=False)  # the next loss may be finite
     with pytest.raises(NotLearningError, match="every loss was NaN or infinite"):
-        losses.worth_saving(1, ends_epoch=True)
+        losses.worth_saving(ends_epoch=True)
 
 
 @pytest.mark.parametrize(("loss", "tokens"), [(0.0, 0), (math.nan, 10)], ids=["masked", "NaN"])
@@ -128,8 +126,8 @@ def test_resumed_run_may_end_and_save_although_no_step_since_then_has_trained(
 ) -> None:
     losses = LossWatch(10, has_trained=True)
     losses.record(4, loss, tokens, loss)
-    assert losses.worth_saving(4, ends_epoch=False)
-    assert losses.worth_saving(4, ends_epoch=True)
+    assert losses.worth_saving(ends_epoch=False)
+    assert losses.worth_saving(ends_epoch=True)
 
 
 def test_optimizer_in_the_backward_has_already_updated_the_weights(message: list[str]) -> None:
