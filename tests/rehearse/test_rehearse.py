@@ -1013,6 +1013,13 @@ def test_tokens_are_spread_evenly_over_the_experts_of_all_ranks(rehearse: Rehear
     assert answer.printed.count("exchanged 1024\n") == 2, answer.printed
     assert {each["line"] for each in answer.found["guesses"]} == {*_marked(script)}
     assert answer.found["guesses"][0]["what"] == "routing"
+    skewed = script.replace("[64] * 16", "[128] * 8 + [0] * 8").replace(
+        "bincount(chosen)", "bincount(chosen, minlength=16)"
+    )
+    skewed = dedent(skewed) + dedent(ONE_STEP)
+    for rank, rows in (0, 2048), (3, 0):
+        answer = rehearse(skewed, "--ranks", "4", "--rank", str(rank), "--skew", "2")
+        assert answer.printed.count(f"exchanged {rows}\n") == 2, answer.printed
 
 
 def _marked(script: str) -> list[int]:

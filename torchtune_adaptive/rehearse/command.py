@@ -69,6 +69,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--steps", type=lambda text: _counts(text, least=0)[0], default=STEPS, metavar="N",
         help=f"stop after N steps (default: {STEPS}; 0: run to the end)",
     )  # fmt: skip
+    parser.add_argument(
+        "--skew", type=float, default=1, metavar="X",
+        help="let a router send X times the average number of tokens to the first 1/X of its experts (default: 1)",
+    )  # fmt: skip
     parser.add_argument("--snapshot", metavar="FILE", help="write FILE for pytorch.org/memory_viz, and draw FILE.png")
     parser.add_argument("--format", choices=("text", "json"), default="text", help="output format")
     parser.add_argument("words", nargs=argparse.REMAINDER, metavar="command", help="the script and its arguments")
@@ -102,7 +106,7 @@ def run(options: argparse.Namespace) -> int:
         options.refuse("--snapshot needs an existing folder, one --gpu, one --ranks, no --price and no range")
     last = max([options.rank, *(options.together or [])])
     settings = RankSettings(last, options.ranks[0], 0, options.memory_overhead, options.steps, options.devices)
-    settings = settings._replace(together=options.together)
+    settings = settings._replace(together=options.together, skew=max(1, options.skew))
     try:
         if (several or searched or options.advise) and Path(sys.argv[0]).name == "tune-adaptive":
             script = next((word for word in command if word.endswith(".py")), "")

@@ -83,6 +83,7 @@ class DeviceValues:
     def __init__(self) -> None:
         self.on_guess: Callable[[str, FrameType], object] = lambda what, frame: None
         """Called if an unknown integer is read as 0, a mask selects everything, or a router is guessed."""
+        self.skew = 1.0
         self._routes = False  # True after a `topk`
         self._reads = dict[tuple[tuple[CodeType, int], ...], bool]()
         """For each place that reads a number, and its caller: True if the number can become a size."""
@@ -248,14 +249,15 @@ class DeviceValues:
         return compute
 
     def _spread_evenly(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap `topk`: spread its indices evenly over the dimension, as a router that prefers no expert."""
+        """Wrap `topk`: spread its indices evenly over the dimension or, with a skew, over the first part of it."""
 
         @functools.wraps(function)
         def top(tensor: torch.Tensor, k: int, dim: int = -1, *args: Any, **kwargs: Any) -> Any:
             result = function(tensor, k, dim, *args, **kwargs)
             if self._can_be_known(result.indices):
                 self._routes, last = True, result.indices.movedim(dim, -1)
-                spread = torch.arange(last.numel(), device="cpu") % tensor.shape[dim]
+                used = max(k, round(tensor.shape[dim] / self.skew))
+                spread = torch.arange(last.numel(), device="cpu") % used
                 self._write(result.indices, spread.view(last.shape).movedim(-1, dim))
             return result
 

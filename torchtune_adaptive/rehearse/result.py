@@ -29,7 +29,7 @@ _GUESSED = {
     "depends on it, training needs more memory (replace it by a fixed number to see how much)",
     MASK: "a mask that a kernel would have computed selected every element at {places}: training needs less memory",
     ROUTING: "tokens were spread evenly over the experts that are counted at {places}: a rank whose experts get more "
-    "tokens needs more memory",
+    "tokens needs more memory (try --skew 2)",
 }
 _HINTS = {
     r"ZeroDivisionError|FloatingPointError|ValueError: (math domain error|expected a positive input)": "a rehearsal "

@@ -68,7 +68,7 @@ def main(folder: str, settings_json: str, *command: str) -> NoReturn:
         return rank, running
 
     fake_ranks, values, recorder.notes = replace_functions()
-    values.on_guess = recorder.guessed
+    values.on_guess, values.skew = recorder.guessed, settings.skew
     fake_ranks.begin(settings.rank, settings.ranks, start_ranks, Path(folder, "store"))
     _run_recorded(recorder, command)
 

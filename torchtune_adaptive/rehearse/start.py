@@ -120,6 +120,8 @@ class RankSettings(NamedTuple):
     """The ranks that run as processes and exchange messages; empty: all; None: only `rank` runs."""
     snapshot: str = ""
     """The file for torch's memory snapshot; empty for none."""
+    skew: float = 1
+    """How many times the average number of tokens a router sends to the experts that it uses."""
 
     def running(self, ranks: int) -> Sequence[int]:
         """Return the ranks that run, if there are this many in total."""
