@@ -12,10 +12,12 @@ import multiprocessing
 import os
 import re
 import signal
+import sys
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from typing import Any, NamedTuple, TypeVar
 
+from torchtune_adaptive.formatting import count_of
 from torchtune_adaptive.rehearse.gpus import Gpu
 from torchtune_adaptive.rehearse.result import GIB, RehearsalResult
 from torchtune_adaptive.rehearse.start import end_with_parent, interrupted_by_signals
@@ -83,7 +85,8 @@ def compare(
     rows: dict[tuple[Gpu, int | None], SweepRow] = {}
     first = {(largest.name, each): (command, largest, each) for each in ranks}
     again = {}
-    for (_, each), found in in_parallel(rehearse, first):
+    for (name, each), found in in_parallel(rehearse, first):
+        print(f"rehearsed {count_of(each or found.ranks, 'rank')} of {name}", file=sys.stderr, flush=True)
         for card in cards:
             row = row_of(found, card, found.usable_bytes - largest.memory + card.memory, prices)
             too_large = max((step["allocated_bytes"] for step in found.all_peaks), default=0) > row.usable_bytes
