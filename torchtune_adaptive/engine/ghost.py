@@ -482,7 +482,7 @@ class GhostMode(TorchDispatchMode):
         """Return the logged exchange of the failed pass that corresponds to this call."""
         logged = self._log[self._exchanged] if self._exchanged < len(self._log) else None
         if logged is None or [each.shape for each in logged.tensors] != [each.shape for each in call.tensors]:
-            raise refusal(f"{call.func.namespace}::{call.name}{caller()} has sent integers that were not logged")
+            raise refusal(f"{call.func.namespace}::{call.name}{caller()}: the failed pass sent no such integers")
         return logged
 
     def _restore_sent(self, call: _Call, logged: Exchange | None) -> None:

@@ -174,10 +174,10 @@ class ProbeReport(NamedTuple):
 def agreed_peak(phases: Sequence[str], reports: Sequence[ProbeReport]) -> Peak:
     """Return one peak for all ranks, to be compared with the budget of the tightest rank (with the least free memory).
 
-    The share of a rank is the part of its peak above resident memory, divided by its free memory. The result is the
-    peak at which the share of the tightest rank would equal the largest share of all ranks. So it is within the budget
-    of that rank if and only if every rank is within its own. Like each rank's peak, it is a maximum of affine functions
-    of the rows.
+    Free memory is the budget minus resident memory. The share of a rank is the part of its free memory that its
+    peak uses. The result is the tightest rank's resident memory, plus the largest share of its free memory. So it
+    is within that rank's budget if and only if every rank is within its own. Like each rank's peak, it is a maximum
+    of affine functions of the rows.
     """
     tightest = min((report.budget for report in reports), key=attrgetter("free_bytes"))
 

@@ -466,7 +466,7 @@ class _Parsed:
 
 def _may_become_size(frame: FrameType | None, by: tuple[str, ...] = ()) -> bool:
     """Return False if the result of the call in this frame cannot become a size. If `by` is not empty, only calls of
-    these functions are followed, and others return True."""
+    these functions are followed; for any other call, this returns True."""
     source = _parsed(frame.f_code.co_filename) if frame else None
     if frame is None or source is None:
         return True

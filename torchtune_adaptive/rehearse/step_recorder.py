@@ -167,7 +167,7 @@ class StepRecorder:
     def _seconds(self) -> list[float | None]:
         """Return the measured seconds of each step. The first has no start."""
         with suppress(RuntimeError):  # a failed kernel makes every call fail
-            torch.cuda.synchronize()  # peers may wait for this rank's collectives
+            torch.cuda.synchronize()  # events must be complete, and peers' collectives, before the process ends
             steps = pairwise(self._ends)
             return [None, *(start.elapsed_time(end) / 1000 if start and end else None for start, end in steps)]
         return []
