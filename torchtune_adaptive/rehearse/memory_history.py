@@ -126,7 +126,8 @@ def _place(event: Mapping[str, Any]) -> str:
     """Return the innermost line outside torch; empty if there is none."""
     outside = ((frame["filename"], frame["line"]) for frame in event["frames"])
     file, line = next((each for each in outside if not each[0].startswith(_LIBRARY)), ("", 0))
-    return f"{file}:{line}: {linecache.getline(file, line).strip()}" if file else ""
+    shown = file.rpartition("/site-packages/")[2]
+    return f"{shown}:{line}: {linecache.getline(file, line).strip()}" if file else ""
 
 
 def _draw(timeline: Mapping[str, Any], usable: float, path: str) -> None:

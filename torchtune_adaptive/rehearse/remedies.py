@@ -6,6 +6,7 @@ This module has the arguments of transformers' Trainer, torchtitan and accelerat
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Sequence
 from contextlib import closing
 from itertools import combinations
@@ -65,7 +66,9 @@ def that_fit(
     fitting: list[SweepRow] = []
     attempts = {(words, ranks): (_with_arguments(command, words), card, ranks) for words, ranks in cases}
     with closing(in_parallel(rehearse, attempts)) as results:
-        for (words, _), found in results:
+        for (words, tried), found in results:
+            change = " ".join(words) or f"{tried} ranks"
+            print(f"{change}: {found.verdict()}", file=sys.stderr, flush=True)
             row = row_of(found, card, found.usable_bytes, {}, " ".join(words))
             if row.fits:
                 fitting.append(row)

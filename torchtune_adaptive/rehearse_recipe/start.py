@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
@@ -14,7 +13,6 @@ from omegaconf import DictConfig, OmegaConf
 from torchtune_adaptive.config.components import COMPONENT
 from torchtune_adaptive.config.keys import keys_of
 from torchtune_adaptive.errors import AdaptiveError
-from torchtune_adaptive.formatting import count_of
 from torchtune_adaptive.null_cuda import NullCudaError
 from torchtune_adaptive.rehearse.gpus import Gpu
 from torchtune_adaptive.rehearse.result import RehearsalResult
@@ -31,8 +29,6 @@ SAMPLES = 4096
 def rehearse_recipe(request: PlanRequest, overrides: Sequence[str], gpu: Gpu, ranks: int | None) -> RehearsalResult:
     """Rehearse the recipe of a request with more overrides of its config."""
     ranks = ranks or 1
-    at = f"{count_of(ranks, 'rank')} of {gpu.name}"
-    print(f"rehearsing {' '.join(overrides) or 'the config'} on {at}", file=sys.stderr, flush=True)
     with tempfile.TemporaryDirectory(prefix="rehearsal-") as name:
         config = Path(name, "config.yaml")
         OmegaConf.save(rehearsed_config(request, ranks, Path(name)), config)
