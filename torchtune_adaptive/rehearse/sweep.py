@@ -137,7 +137,7 @@ def as_table(rows: Sequence[SweepRow]) -> str:
         lines.append(
             f"{row.gpu.name:>9} {row.ranks:>6}  {_WORDS[row.fits]:<9} {memory if row.fits is not None else '':>17}"
             f" {seconds_text(time.seconds) if time else '':>14} {f'{rate:,.0f}' if rate else '':>10}"
-            + (f" {'' if row.cost is None else f'{row.cost:.3f}':>15}" if by_cost else "")
+            + (f" {'' if row.cost is None else f'{row.cost:.4f}':>15}" if by_cost else "")
             + f"  {remark}" * bool(remark)
             + (f"  <- {'cheapest' if by_cost else 'fastest'}" if row is best and len(rows) > 1 else "")
         )
