@@ -144,11 +144,6 @@ def test_worse_result_does_not_replace_a_better_one(
     assert failed.exists() != replaced
 
 
-def test_stored_result_that_is_a_pipe_is_not_opened(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "gpu_part.json")
-    assert gpu_day.save(tmp_path / "gpu_part.json", result("failed", ROWS)) == tmp_path / "gpu_part.failed.json"
-
-
 def test_parts_run_in_the_repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Their paths of tests are relative."""
     monkeypatch.chdir(tmp_path)
