@@ -377,7 +377,7 @@ class GhostMode(TorchDispatchMode):
         kept = [each for each in gc.get_objects() if type(each) is FakeTensor and each.fake_mode is self._fakes]
         if kept:
             raise refusal(
-                f"the model or `forward_backward` keeps a tensor of {[*kept[0].shape]} outside of its modules"
+                f"the model or `forward_backward` keeps a tensor of {[*kept[0].shape]} outside of the modules"
             )
 
     def _enter(self, module: nn.Module, inputs: object) -> None:
@@ -482,7 +482,7 @@ class GhostMode(TorchDispatchMode):
         """Return the logged exchange of the failed pass that corresponds to this call."""
         logged = self._log[self._exchanged] if self._exchanged < len(self._log) else None
         if logged is None or [each.shape for each in logged.tensors] != [each.shape for each in call.tensors]:
-            raise refusal(f"{call.func.namespace}::{call.name}{caller()}: the failed pass sent no such integers")
+            raise refusal(f"{call.func.namespace}::{call.name}{caller()}: the failed pass sent other integers here")
         return logged
 
     def _restore_sent(self, call: _Call, logged: Exchange | None) -> None:

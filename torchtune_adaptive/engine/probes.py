@@ -175,9 +175,9 @@ def agreed_peak(phases: Sequence[str], reports: Sequence[ProbeReport]) -> Peak:
     """Return one peak for all ranks, to be compared with the budget of the tightest rank (with the least free memory).
 
     Free memory is the budget minus resident memory. The share of a rank is the part of its free memory that its
-    peak uses. The result is the tightest rank's resident memory, plus the largest share of its free memory. So it
-    is within that rank's budget if and only if every rank is within its own. Like each rank's peak, it is a maximum
-    of affine functions of the rows.
+    peak uses. The result is the tightest rank's resident memory, plus its free memory times the largest share of
+    any rank. So it is within that rank's budget if and only if every rank is within its own. Like each rank's peak,
+    it is a maximum of affine functions of the rows.
     """
     tightest = min((report.budget for report in reports), key=attrgetter("free_bytes"))
 
@@ -235,7 +235,7 @@ class Prober:
         self._budget = self._reports[rank()].budget
         if self._failed is None:
             if any(max(report.peaks) == 0 for report in self._reports):
-                raise ValueError("a training step allocated no memory: search inside `with meter:`")
+                raise ValueError("a training step allocated no memory: search inside the meter's `with meter:`")
             if all(report.excess_bytes <= 0 for report in self._reports):
                 return min((report.budget for report in self._reports), key=attrgetter("free_bytes"))
             self._probe(1, [self._step.smallest, [self._sample]])  # measures the numbers for the error message

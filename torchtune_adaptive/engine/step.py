@@ -237,7 +237,7 @@ class StepRunner(Generic[Sample]):
         self._gathers_from_all = fsdp.gathers_from_all(model)
         can_reduce_once = reduce_once and self._gathers_from_all and not self._ledger.uses_ghost_passes
         sizes = (each.numel() * max(4, each.element_size()) for each in model.parameters() if each.requires_grad)
-        self._whole_gradients = sum(sizes) if can_reduce_once else math.inf  # bytes; fp32 at least
+        self._whole_gradients = sum(sizes) if can_reduce_once else math.inf  # in bytes, at least those of fp32
         self._reduces_once, self._complete_steps = False, 0
         self._equal_steps = EqualSteps(enabled=self._ledger.uses_ghost_passes or self._gathers_from_all)
         self._is_whole = fsdp.is_whole(model)

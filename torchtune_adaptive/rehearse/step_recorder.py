@@ -167,7 +167,7 @@ class StepRecorder:
     def _seconds(self) -> list[float | None]:
         """Return the measured seconds of each step. The first has no start."""
         with suppress(RuntimeError):  # a failed kernel makes every call fail
-            torch.cuda.synchronize()  # events must be complete, and peers' collectives, before the process ends
+            torch.cuda.synchronize()  # complete the events, and the collectives of peers
             steps = pairwise(self._ends)
             return [None, *(start.elapsed_time(end) / 1000 if start and end else None for start, end in steps)]
         return []
@@ -304,7 +304,7 @@ class StepRecorder:
                 self._file.write(json.dumps({"kind": kind, **figures}) + "\n")
             if kind == "out_of_memory" or (
                 kind == "end" and not figures["by_memory"]
-            ):  # by_memory: it is saved already
+            ):  # by_memory: the error has saved it
                 fullest = max(self._run, key=lambda device: self._run[device].reserved_bytes, default=0)
                 try:
                     self._history.save(figures.get("device", fullest))

@@ -109,7 +109,7 @@ def _search_training_stage(loop: TrainingLoop, memory: MemorySource | None, whol
 def _measure_limits(
     loop: TrainingLoop, memory: MemorySource | None, rows_that_fit: int | None, most_samples: int
 ) -> dict[str, Limit]:
-    """Collective: return the limits that hold for the whole run, by stage, for steps of up to `most_samples` samples.
+    """Collective: return the limits that are equal in all epochs, by stage, for steps of up to `most_samples` samples.
 
     Under a token budget, all stages have such a limit, unless it would have to be measured on a CPU without a memory
     limit. If `rows_that_fit` comes from a search, the stages that do not train have one.

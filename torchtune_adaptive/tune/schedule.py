@@ -127,7 +127,7 @@ def size_epochs(
         steps = samples_per_rank // sizes.samples_per_step
         if steps == 0:
             raise ConfigError(
-                f"epoch {epoch}: a step takes {sizes.samples_per_step} samples, but a rank has only "
+                f"epoch {epoch}: a step takes {sizes.samples_per_step} samples per rank, but a rank has only "
                 f"{samples_per_rank}; lower the batch size or its increase"
             )
         epochs.append(replace(sizes, steps=min(steps, progress.max_steps_per_epoch or steps)))

@@ -173,7 +173,10 @@ class Callable_:
 @pytest.mark.parametrize(
     ("run", "message"),
     [
-        (partial(plans_of, milestones({2: 8}), samples=15), "epoch 2: a step takes 16 samples, but a rank has only 15"),
+        (
+            partial(plans_of, milestones({2: 8}), samples=15),
+            "epoch 2: a step takes 16 samples per rank, but a rank has only 15",
+        ),
         (
             partial(plans_of, Callable_()),
             "at epoch 0 and batch size 2, returned True; it must return an int",
