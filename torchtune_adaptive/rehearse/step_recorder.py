@@ -302,9 +302,8 @@ class StepRecorder:
         if os.getpid() == self._process:
             with suppress(OSError):
                 self._file.write(json.dumps({"kind": kind, **figures}) + "\n")
-            if kind == "out_of_memory" or (
-                kind == "end" and not figures["by_memory"]
-            ):  # by_memory: the error has saved it
+            # at the end, unless an out-of-memory error ended the script: that error has saved it
+            if kind == "out_of_memory" or (kind == "end" and not figures["by_memory"]):
                 fullest = max(self._run, key=lambda device: self._run[device].reserved_bytes, default=0)
                 try:
                     self._history.save(figures.get("device", fullest))
