@@ -405,7 +405,7 @@ def _version(tensor: torch.Tensor) -> int | None:
 
 
 def _caller() -> FrameType:
-    """Return the innermost frame outside this module; if a thread of autograd has none, return the main thread's."""
+    """Return the innermost frame outside this module. If a thread of autograd lacks it, return the main thread's."""
     frame: FrameType | None = sys._getframe(1)
     while frame and frame.f_code.co_filename == __file__:
         frame = frame.f_back

@@ -24,7 +24,7 @@ class Rates(NamedTuple):
     matmul_efficiency: float
     """The fraction of the peak that matrix multiplications reach."""
     flash_efficiency: float | None = None
-    """The same for FlashAttention 2; None: as for matrix multiplications."""
+    """The same for FlashAttention 2, if it differs."""
 
 
 class Gpu(NamedTuple):

@@ -24,7 +24,7 @@ class TrainerArguments(NamedTuple):
     """A pattern: a command with an argument that matches it belongs to this trainer."""
     batch_size: str
     accumulation: str
-    """The argument for gradient accumulation, which keeps the samples of a step; "" if there is none."""
+    """The argument for gradient accumulation, which keeps the samples of a step; "" if it is missing."""
     others: Sequence[tuple[str, str]]
 
 

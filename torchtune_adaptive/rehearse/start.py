@@ -119,7 +119,7 @@ class RankSettings(NamedTuple):
     together: Sequence[int] | None = None
     """The ranks that run as processes and exchange messages; empty: all; None: only `rank` runs."""
     snapshot: str = ""
-    """The file for torch's memory snapshot; empty for none."""
+    """The file for torch's memory snapshot, or empty."""
     skew: float = 1
     """How many times the average number of tokens a router sends to the experts that it uses."""
 

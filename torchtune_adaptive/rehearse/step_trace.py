@@ -222,7 +222,7 @@ class _Trace:
         """Return the tokens and samples of the largest embedding, or no tokens and those of the first convolution.
 
         Inputs of evaluations and reference models do not count, because autograd does not record them. Recomputations
-        in the backward count only if there is nothing else: a reentrant checkpoint does not record its forward.
+        in the backward count only for a reentrant checkpoint, whose forward is not recorded.
         """
         ranked = [((each.recorded and 1 + self._in_forward(each.node), each.weight), each) for each in self._inputs]
         best = max((rank for rank, _ in ranked), default=None)
