@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import torch
 from transformers import Trainer
 
 from tests.hf.trainers import STEPS, Run, arguments, difference, tiny_llama, train
-from torchtune_adaptive.errors import ConfigError
+from torchtune_adaptive.errors import ConfigError, RecoveryUnsupportedError
 from torchtune_adaptive.hf import AdaptiveArguments
 from torchtune_adaptive.hf.losses import (
     FP32_TOLERANCE,
@@ -27,6 +28,7 @@ from torchtune_adaptive.hf.losses import (
     TwoSamples,
     how_losses_add_up,
 )
+from torchtune_adaptive.hf.steps import CHECKED_TOKENS
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -49,8 +51,8 @@ class InTraining(Trainer):
         return loss
 
 
-class FromStep2(InTraining):
-    begins_at = 2
+class FromStep12(InTraining):
+    begins_at = 12
 
 
 class SquaredMean(Trainer):
@@ -60,31 +62,81 @@ class SquaredMean(Trainer):
 
 
 @pytest.mark.parametrize(
-    ("base", "options", "steps"),
-    [(InTraining, {}, 0), (InTraining, {"attention_dropout": 0.2}, 0), (FromStep2, {}, 1), (SquaredMean, {}, 0)],
-    ids=["only in training", "only in training, with dropout", "from step 2", "squared mean"],
+    ("base", "options"),
+    [(InTraining, {}), (InTraining, {"attention_dropout": 0.2}), (SquaredMean, {})],
+    ids=["only in training", "only in training, with dropout", "squared mean"],
 )
-def test_loss_that_does_not_add_up_is_refused_before_a_step_differs_from_stock(
-    tmp_path: Path, base: type, options: dict[str, Any], steps: int
+def test_loss_that_does_not_add_up_trains_like_stock_until_memory_runs_out(
+    tmp_path: Path, base: type, options: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
-    trainers: list[Any] = []
-
-    class Kept(base):  # type: ignore[misc, valid-type]
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            super().__init__(*args, **kwargs)
-            trainers.append(self)
-
     def run(adaptive: AdaptiveArguments | None = None, **settings: Any) -> Run:
-        model = tiny_llama(**options)
-        return train(tmp_path, adaptive, base=Kept, model=model, arguments=arguments(tmp_path, **settings))
+        return train(
+            tmp_path, adaptive, base=base, model=tiny_llama(**options), arguments=arguments(tmp_path), **settings
+        )
 
+    assert difference(run(AdaptiveArguments()), run()) == 0.0
+    assert caplog.text.count("training continues without recovery, so an out-of-memory error ends it: the loss of") == 1
+    with pytest.raises(RecoveryUnsupportedError, match="which cannot be repeated: the loss of two samples is"):
+        run(AdaptiveArguments(), faults=[(2, 40)])
     with pytest.raises(ConfigError, match="so a step cannot be split"):
-        run(AdaptiveArguments())
-    log = [entry for entry in trainers[0].state.log_history if "grad_norm" in entry]
-    assert len(log) == steps
-    if steps:
-        stock = run(max_steps=steps)
-        assert [entry["loss"] for entry in log] == stock.column("loss")
+        run(AdaptiveArguments(token_budget=100))
+
+
+def test_loss_that_no_longer_adds_up_ends_the_run_only_if_a_step_is_split(tmp_path: Path) -> None:
+    def run(adaptive: AdaptiveArguments | None = None, steps: int = 20, **settings: Any) -> Run:
+        options = arguments(tmp_path, max_steps=steps, gradient_accumulation_steps=1)
+        return train(tmp_path, adaptive, base=FromStep12, arguments=options, **settings)
+
+    assert difference(run(AdaptiveArguments()), run()) == 0.0
+    with pytest.raises(RecoveryUnsupportedError, match="out of memory in step 14, and the loss of two samples is"):
+        run(AdaptiveArguments(), faults=[(14, 40)])
+    with pytest.raises(
+        ConfigError, match=r"in step 16, the loss of two .* \(steps 1 to 15 may differ from Trainer's\)"
+    ):
+        run(AdaptiveArguments(token_budget=100))
+
+
+class Failing(Trainer):
+    """Runs out of memory in the forward passes with the numbers in `fails`, counted over all passes of the process."""
+
+    fails: tuple[int, ...] = ()
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        passes = count(1)
+
+        def fail(*_: object) -> None:
+            if next(passes) in self.fails:
+                raise torch.OutOfMemoryError("injected")
+
+        self.model.register_forward_pre_hook(fail)
+
+
+def test_loss_check_that_runs_out_of_memory_is_skipped(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    stock = train(tmp_path, arguments=arguments(tmp_path))
+    fails = type("Fails", (Failing,), {"fails": (2,)})
+    assert difference(train(tmp_path, AdaptiveArguments(), base=fails, arguments=arguments(tmp_path)), stock) == 0.0
+    assert "the check of the loss ran out of memory, so it is skipped" in caplog.text
+    again = train(tmp_path, AdaptiveArguments(), base=fails, faults=[(3, 40)], arguments=arguments(tmp_path))
+    assert again.column("oom_recoveries")[-1] == 1
+    assert difference(again, stock) < 1e-6
+
+
+def test_loss_check_runs_short_samples_and_only_if_steps_can_be_split(tmp_path: Path) -> None:
+    checked: list[tuple[int, ...]] = []
+
+    class Records(Trainer):
+        def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+            if not torch.is_grad_enabled():
+                checked.append(tuple(inputs["input_ids"].shape))
+            return super().compute_loss(model, inputs, *args, **kwargs)
+
+    rows = [{"input_ids": [*range(100)] * 2, "labels": [*range(100)] * 2} for _ in range(32)]
+    for batch_size, passes in (1, []), (2, [(1, CHECKED_TOKENS), (1, CHECKED_TOKENS), (2, CHECKED_TOKENS)]):
+        checked.clear()
+        options = arguments(tmp_path, per_device_train_batch_size=batch_size, max_steps=5)
+        train(tmp_path, AdaptiveArguments(), base=Records, train_dataset=rows, arguments=options)
+        assert checked == passes
 
 
 def test_model_with_dropout_trains_bitwise_like_stock(tmp_path: Path) -> None:
@@ -172,9 +224,9 @@ class Normalized(torch.nn.Module):
 
 
 def test_batch_normalization_is_refused_and_keeps_its_statistics(tmp_path: Path) -> None:
-    model = Normalized()
+    model, refused = Normalized(), AdaptiveArguments(token_budget=100)
     with pytest.raises(ConfigError, match="batch normalization"):
-        train(tmp_path, AdaptiveArguments(), model=model, arguments=arguments(tmp_path))
+        train(tmp_path, refused, model=model, arguments=arguments(tmp_path))
     assert not model.norm.running_mean.any()
 
 
@@ -195,7 +247,7 @@ def test_weight_of_a_rare_class_is_found_by_the_check(tmp_path: Path) -> None:
     dataset = [{"input_ids": [*range(n, n + 8)], "labels": each} for n, each in enumerate(classes, 1)]
     changed: dict[str, Any] = {"train_dataset": dataset, "data_collator": collate, "base": WeightedClasses}
     with pytest.raises(ConfigError, match="so a step cannot be split"):
-        train(tmp_path, AdaptiveArguments(), arguments=arguments(tmp_path), **changed)
+        train(tmp_path, AdaptiveArguments(token_budget=100), arguments=arguments(tmp_path), **changed)
 
 
 class OwnPadding(Trainer):
@@ -231,13 +283,9 @@ class NotANumberFromStep3(NotANumber):
     begins_at = 3
 
 
-def test_loss_that_is_nan_before_the_first_step_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="the losses of the shortest samples are infinite or NaN"):
-        train(tmp_path, AdaptiveArguments(), base=NotANumber, arguments=arguments(tmp_path))
-
-
-def test_run_with_a_later_nan_continues_like_stock(tmp_path: Path) -> None:
-    run = train(tmp_path, AdaptiveArguments(), base=NotANumberFromStep3, arguments=arguments(tmp_path))
+@pytest.mark.parametrize("base", [NotANumber, NotANumberFromStep3])
+def test_run_with_losses_that_are_nan_continues_like_stock(base: type, tmp_path: Path) -> None:
+    run = train(tmp_path, AdaptiveArguments(), base=base, arguments=arguments(tmp_path))
     assert len(run.log) == STEPS
 
 

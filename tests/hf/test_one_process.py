@@ -345,44 +345,48 @@ def test_backward_in_training_step_is_refused(folder: Path) -> None:
         train(folder, AS_IT_IS, base=Regularized, arguments=arguments(folder))
 
 
-def test_loss_that_does_not_add_up_is_refused(folder: Path) -> None:
-    class Squares(Trainer):
-        def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
-            return super().compute_loss(*args, **kwargs) ** 2
-
-    with pytest.raises(ConfigError, match="neither their sum nor their mean"):
-        train(folder, AS_IT_IS, base=Squares, arguments=arguments(folder))
-
-
-def test_random_collator_is_refused(folder: Path) -> None:
-    def masked(samples: Any) -> Any:
-        batch = collate(samples)
-        return {**batch, "labels": batch["labels"].where(torch.rand(batch["labels"].shape) > 0.5, -100)}
-
-    with pytest.raises(ConfigError, match="collating the same samples twice gives different batches"):
-        train(folder, AS_IT_IS, data_collator=masked, arguments=arguments(folder))
+def masked_at_random(samples: Any) -> Any:
+    batch = collate(samples)
+    return {**batch, "labels": batch["labels"].where(torch.rand(batch["labels"].shape) > 0.5, -100)}
 
 
 def edit(inputs: Any) -> None:
     inputs["labels"][:, 3:] = -100
 
 
-@pytest.mark.parametrize(
-    ("before", "after"), [(edit, None), (lambda inputs: inputs.update(scale=0.5), None), (None, edit)]
-)
-def test_training_step_that_edits_its_batch_is_refused(folder: Path, before: Any, after: Any) -> None:
-    class Edits(Trainer):
-        def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-            if before:
-                before(inputs)
-            loss = super().training_step(model, inputs, *args, **kwargs)
-            if after:
-                after(inputs)
-            return loss
+class EditsBefore(Trainer):
+    def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        edit(inputs)
+        return super().training_step(model, inputs, *args, **kwargs)
 
-    options = arguments(folder, gradient_accumulation_steps=2)
-    with pytest.raises(ConfigError, match="or other code changes the batch; move such code into the dataset"):
-        train(folder, AS_IT_IS, base=Edits, arguments=options)
+
+class EditsAfter(Trainer):
+    def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        loss = super().training_step(model, inputs, *args, **kwargs)
+        edit(inputs)
+        return loss
+
+
+@pytest.mark.parametrize(
+    "options", [{"data_collator": masked_at_random}, {"base": EditsBefore}], ids=["random", "edited"]
+)
+def test_batches_that_cannot_be_collated_again_train_like_stock_until_memory_runs_out(
+    folder: Path, options: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    settings = arguments(folder, gradient_accumulation_steps=2)
+    theirs = train(folder, **options, arguments=settings)
+    assert difference(train(folder, AS_IT_IS, **options, arguments=settings), theirs) == 0.0
+    assert "training continues without recovery" in caplog.text
+    cause = "collating the same samples twice gives different batches"
+    with pytest.raises(RecoveryUnsupportedError, match=f"which cannot be repeated: {cause}"):
+        train(folder, AS_IT_IS, faults=[(2, 40)], **options, arguments=settings)
+    with pytest.raises(ConfigError, match=cause):
+        train(folder, AdaptiveArguments(token_budget=100), **options, arguments=settings)
+
+
+def test_training_step_that_edits_a_collected_batch_is_refused(folder: Path) -> None:
+    with pytest.raises(ConfigError, match="changes a batch after it has called"):
+        train(folder, AS_IT_IS, base=EditsAfter, arguments=arguments(folder, gradient_accumulation_steps=2))
 
 
 def test_training_step_that_skips_the_last_batch_is_refused(folder: Path) -> None:
@@ -422,7 +426,7 @@ def no_room(*_: Any, **__: Any) -> Any:
     [
         ("prediction_step", r"in evaluation \(lower .*set prediction_loss_only=True\): no room; raise memory_limit"),
         ("gather_function", r"in evaluation while results are gathered, which cannot be split \(lower .*\): no room"),
-        ("compute_loss", "in code that cannot be repeated: no room; lower per_device_train_batch_size"),
+        ("compute_loss", "in step 1, and the check of the loss ran out of memory; lower per_device_train_batch_size"),
         (
             "create_optimizer",
             "in the optimizer, whose state does not depend on the batch: no room; use a smaller model",

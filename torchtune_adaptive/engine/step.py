@@ -225,6 +225,8 @@ class StepRunner(Generic[Sample]):
         self.recovery.add_stage(stage, model)
         self.recovers = self.recovery.enabled
         """True while attempts can be repeated; False after microbatches have communicated outside FSDP."""
+        self.cannot_repeat = ""
+        """If set, the reason why a step must not be repeated; running out of memory then ends the run with it."""
         self.trains: bool | None = None
         """True if microbatches produce gradients; unknown until the first attempt has succeeded."""
         self.current_step: int | None = None
@@ -497,9 +499,9 @@ class StepRunner(Generic[Sample]):
         self._discard()
         rng.restore()
         # again, because hooks may have been installed after the Recovery was created
-        if hooks := fsdp.why_hooks_forbid_it(self.model):
+        if reason := self.cannot_repeat or fsdp.why_hooks_forbid_it(self.model):
             raise RecoveryUnsupportedError(
-                f"out of memory in {in_step(step, self.stage)}, which cannot be repeated: {hooks}", Remedy.NO_RECOVERY
+                f"out of memory in {in_step(step, self.stage)}, which cannot be repeated: {reason}", Remedy.NO_RECOVERY
             )
         if reduced_once := self._ledger.reduces_once:
             self._reduces_once, self._whole_gradients = False, math.inf

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import math
-import random
 from collections.abc import Iterable, Sequence
 from enum import Enum
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import nn
 from torch.nn.modules.conv import _ConvNd
@@ -59,7 +57,8 @@ class Reduction(Enum):
 class BatchLoss(NamedTuple):
     """The loss of a batch."""
 
-    loss: float
+    loss: Any
+    """A number, or a tensor whose value has not been read yet."""
     counts: Counts
     is_random: bool = False
     """True if the forward pass drew random numbers."""
@@ -120,11 +119,6 @@ def tolerance_of(model: nn.Module, *, mixed_precision: bool) -> float:
     ):
         return TF32_TOLERANCE
     return FP32_TOLERANCE
-
-
-def draw_numbers(device: torch.device) -> tuple[float, ...]:
-    """Draw one number from every random generator that a forward pass may use."""
-    return random.random(), np.random.random(), torch.rand(()).item(), torch.rand((), device=device).item()
 
 
 class WithoutDropout(TorchFunctionMode):

@@ -27,6 +27,8 @@ IGNORED = -100
 ANSWERS = ("chosen_ids", "rejected_ids", "completion_ids")
 """Fields of TRL's samples. Each of them becomes a row, after the `prompt_ids`."""
 TARGET_MASKS = ("completion_mask", "assistant_masks")
+TOKENS = {"input_ids", "attention_mask", "labels", "token_type_ids", "position_ids", "seq_lengths", *TARGET_MASKS}
+"""Fields of a sample that has no others, except for texts and numbers that do not depend on the tokens."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +59,21 @@ class RawSample:
         """Return the label of a sample in classification; None if each token has a label."""
         label = self.features.get("label", self.features.get("labels")) if isinstance(self.features, Mapping) else None
         return None if hasattr(label, "__len__") else label
+
+    def shortened(self, tokens: int) -> RawSample:
+        """Return a copy with at most this many tokens in each sequence, or this sample if it has unknown fields."""
+        features = self.features if isinstance(self.features, Mapping) else {}
+        sequences = {name: value for name, value in features.items() if not isinstance(value, str)}
+        if self.collated_lengths or not sequences.keys() <= TOKENS | {*ANSWERS, "prompt_ids", "label"}:
+            return self
+        cut = {
+            name: value[-tokens // 2 :] if name == "prompt_ids" else value[:tokens]
+            for name, value in sequences.items()
+            if hasattr(value, "__len__") and getattr(value, "ndim", 1) == 1
+        }
+        if "seq_lengths" in cut:
+            cut["seq_lengths"] = [len(cut["input_ids"])]
+        return replace(self, features={**features, **cut})
 
     def with_targets(self, *, few: bool = False) -> RawSample:
         """Return a copy in which every token has a label; with `few`, only the first two, with the same label.
@@ -102,6 +119,21 @@ class GeneratedRow(RawSample):
             for row in range(rows)
         ]
 
+    def shortened(self, tokens: int) -> RawSample:
+        """Return a copy with the last tokens of the prompt and the first ones of the answer, or this row if it has
+        unknown tensors."""
+        prompt, answer = (self.features[name].shape[1] for name in ("prompt_ids", "completion_ids"))
+        cut = {}
+        for name, value in self.features.items():
+            columns = value.shape[1] if value.dim() == 2 else 1
+            if "prompt" in name and columns == prompt:
+                cut[name] = value[:, -tokens:]
+            elif columns == answer:
+                cut[name] = value[:, :tokens]
+            elif columns > 1 or value.dim() > 2:
+                return self
+        return replace(self, features={**self.features, **cut})
+
     def scored(self, advantage: float, targets: int) -> RawSample:
         """Return a copy with this advantage, in which only the first `targets` tokens count in the loss."""
         mask, advantages = self.features["completion_mask"].clone(), self.features["advantages"]
@@ -120,6 +152,18 @@ class CollatedBatch:
     samples: Sequence[RawSample]
     counts: Counts
     inputs: Any = None
+
+    def __post_init__(self) -> None:
+        self._versions = self._versions_now()
+
+    @property
+    def was_edited(self) -> bool:
+        """Return True if a tensor of the inputs was changed in place since this object was created."""
+        return self._versions != self._versions_now()
+
+    def _versions_now(self) -> list[int]:
+        tensors = [each for each in tree_leaves(dict(self.inputs or {})) if isinstance(each, Tensor)]
+        return [each._version for each in tensors if not each.is_inference()]
 
     def to(self, *_: Any, **__: Any) -> CollatedBatch:
         """Return this batch, because a training_step may move all values of its inputs to a device."""

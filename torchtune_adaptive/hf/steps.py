@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import copy
+import logging
 import math
+import pickle
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from itertools import chain, cycle, islice, repeat
 from operator import attrgetter
 from typing import Any
@@ -22,21 +25,21 @@ from transformers import Trainer
 from torchtune_adaptive.engine.fsdp import FSDPModule, is_whole
 from torchtune_adaptive.engine.limits import Limit, RowLimit, TokenLimit
 from torchtune_adaptive.engine.memory import MemorySource, memory_within, resident_tensors
+from torchtune_adaptive.engine.plans import Plan
 from torchtune_adaptive.engine.probes import TrainingStep, find_max_batch_size
 from torchtune_adaptive.engine.ranks import from_all_ranks, rank, world_size
 from torchtune_adaptive.engine.results import Totals
 from torchtune_adaptive.engine.search import SearchResult
 from torchtune_adaptive.engine.snapshot import RngState
 from torchtune_adaptive.engine.step import Recovery, SampleKind, StepRunner
-from torchtune_adaptive.errors import ConfigError
-from torchtune_adaptive.formatting import count_of, parse_size
+from torchtune_adaptive.errors import ConfigError, RecoveryUnsupportedError, Remedy
+from torchtune_adaptive.formatting import parse_size
 from torchtune_adaptive.hf.losses import (
     BatchLoss,
     Counts,
     Reduction,
     TwoSamples,
     WithoutDropout,
-    draw_numbers,
     how_losses_add_up,
     tolerance_of,
     worst_error,
@@ -50,17 +53,27 @@ from torchtune_adaptive.hf.samples import (
     indices_of_largest,
     media_in,
 )
-from torchtune_adaptive.rehearsal_flag import REHEARSAL
 from torchtune_adaptive.report.tables import search_table
+
+logger = logging.getLogger(__name__)
 
 STATE = "adaptive"
 """Key of the limit in `trainer_state.json`, under `stateful_callbacks`."""
-CANDIDATES = 4
-"""The loss check pairs this many samples with one other: the shortest of each class label, then the next shortest."""
+MOST_CLASSES = 4
+"""In classification, the loss check pairs the shortest samples of up to this many classes with one other sample."""
+CHECKED_TOKENS = 64
+"""The loss check shortens samples to this many tokens, so that it needs little memory and time."""
+COPIED_BYTES = 2**24
+"""The loss check restores buffers and other tensors up to this size. Larger ones may be quantized weights."""
 NOT_SPLIT = (
     "so a step cannot be split; use a loss that is a sum or a mean over rows or tokens, and that compares no samples, "
     "uses no batch normalization and draws no random numbers for each row"
 )
+NOT_REPRODUCIBLE = (
+    "collating the same samples twice gives different batches, so a step cannot be split: the data collator is random, "
+    "or other code changes the batch; move such code into the dataset"
+)
+CHECK_FAILED = "the check of the loss ran out of memory"
 COUNTERS = ("_metrics", "_total_train_tokens", "custom_metrics")
 """Attributes that compute_loss updates in TRL's and ms-swift's trainers; they are restored for a repeated step."""
 
@@ -76,7 +89,6 @@ class OptimizerSteps:
         self.model = _unwrap_ddp(model, trainer.accelerator)
         self._wrapped: Any = getattr(model, "_orig_mod", model)  # accelerate applies torch.compile to the DDP module
         self.optimizer: torch.optim.Optimizer = trainer.optimizer.optimizer  # inside accelerate's wrapper
-        self._steps_run = self._way = 0
         self._kept_gradients: list[tuple[Tensor, Tensor]] = []
         """Parameters and their gradients from an incomplete step; see `keep_gradients`."""
         self._ended_at_step: int | None = None
@@ -89,52 +101,60 @@ class OptimizerSteps:
         """A sample whose inputs have all of these keys; None if microbatches may lack some."""
         self._first_and_others: tuple[Any, Any] = (None, None)
         """Samples of a probe: the first one, and all others."""
+        self._split_steps = self._checked_step = 0
+        self._reduction: Reduction | None = None
+        """How losses add up. None until it is known; then, each microbatch must be a batch of the data loader."""
+        self._scale = 0.0
+        """The largest loss of the first check. Later checks divide errors by the larger one of this loss and the
+        current one, because with a current loss near 0, rounding alone would be a large relative error."""
+        self._shifts_labels = bool(getattr(trainer, "_loss_shifts_labels", True))
+        """True if the first label of each row does not count in the loss."""
         self._begin(batches, num_items)
-        self._check_collation(batches[0])
         if self._media and not is_whole(self.model):
             self._find_donor()
-        self._find_reduction()
         twice = self._collated(self._samples[:1] * 2).inputs
         padded = "input_ids" not in twice or len(twice["input_ids"]) > 1  # otherwise, the collator concatenates
         budget, rows_per_sample = adaptive.token_budget, len(self._samples[0].row_lengths)
         models = [self.model, *other_models(trainer, trained)]
+        kind = SampleKind[Any](
+            length_of=attrgetter("length"),
+            row_lengths_of=attrgetter("row_lengths"),
+            filler=lambda _: self._filler,
+            padded=padded,
+        )
+        recovery = Recovery(
+            *models,
+            enabled=adaptive.recover_from_oom,
+            regrow_after=adaptive.regrow_after,
+            on_attempt=self._begin_attempt,
+        )
+        rows = trainer.args.per_device_train_batch_size
+        limit = TokenLimit(budget, rows_per_sample) if isinstance(budget, int) else RowLimit(rows)
         self.runner = StepRunner(
-            self.model,
-            self._forward_backward,
-            kind=SampleKind(
-                length_of=attrgetter("length"),
-                row_lengths_of=attrgetter("row_lengths"),
-                filler=lambda _: self._filler,
-                padded=padded,
-            ),
-            limit=TokenLimit(budget, rows_per_sample)
-            if isinstance(budget, int)
-            else RowLimit(trainer.args.per_device_train_batch_size),
-            recovery=Recovery(
-                *models,
-                enabled=adaptive.recover_from_oom,
-                regrow_after=adaptive.regrow_after,
-                on_attempt=lambda stage, *_: trainer._evaluator.begin_attempt() if stage else self._restore(),
-            ),
-            reduce_once=True,
+            self.model, self._forward_backward, kind=kind, limit=limit, recovery=recovery, reduce_once=True
         )
         stack.callback(self.runner.close)
         self.memory = stack.enter_context(enforced_memory_limit(trainer, models, [self.optimizer]))
-        if adaptive.use_maximum_batch_size or budget == "auto":
+        self._checker = StepRunner(
+            self.model, self._check, kind=kind, limit=RowLimit(2), recovery=recovery, stage="check of the loss"
+        )
+        self._checker.trains = False
+        searches = adaptive.use_maximum_batch_size or budget == "auto"
+        self._splits_batches = searches or budget is not None
+        """True if the configuration requires microbatches that are not batches of the data loader."""
+        if adaptive.recover_from_oom or self._splits_batches:
+            self._check_first_step(batches[0], rows)
+        if searches:
             self.runner.use_limit(self._search())
-            self._restore()
-        self.runner.measure_memory(self.memory)
+        self._restore()
+        for runner in (self.runner, self._checker):
+            runner.measure_memory(self.memory)
         if state := trainer.state.stateful_callbacks.get(STATE):
             self.runner.load_state_dict(state)
 
     def run(self, batches: Sequence[CollatedBatch], num_items: Any) -> Tensor:
         """Collective: compute the gradients of a step and return its loss."""
         self._begin(batches, num_items)
-        self._steps_run += 1
-        # In a rehearsal, losses are 0, and the work of these checks would count as training.
-        if self._steps_run > 1 and self._steps_run.bit_count() == 1 and not REHEARSAL.on:  # 2, 4, 8, ...
-            self._check_collation(batches[0])
-            self._check_losses()
         if isinstance(self._wrapped, DistributedDataParallel) and self._wrapped.will_sync_module_buffers():
             self._wrapped._sync_buffers()  # as DDP does before the first forward of a step
         result = self.runner.run(self._samples, step=self.trainer.state.global_step + 1)
@@ -174,6 +194,7 @@ class OptimizerSteps:
         self._samples: list[Any] = [sample for batch in batches for sample in batch.samples]
         # A microbatch that equals a batch of the data loader is not collated again.
         self._batches: dict[tuple[int, ...], CollatedBatch] = {tuple(map(id, each.samples)): each for each in batches}
+        self._samples_of_batches, self._attempts = frozenset(self._batches), 0
         self._filler: RawSample = copy.copy(min(self._samples, key=attrgetter("length")).with_targets())
         self._counts_of_step = Counts.total(batch.counts for batch in batches)
         self._num_items = num_items
@@ -187,9 +208,11 @@ class OptimizerSteps:
         kept = self._batches.pop(tuple(map(id, samples)), None)
         batch = self._with_all_media(kept) if kept else self._collated(samples)
         counts = Counts() if samples[0] is self._filler else batch.counts
-        weight = self._reduction.weight(counts, self._counts_of_step)
-        if self._reduction is not Reduction.SUM:  # Trainer divides means by the number of batches
-            weight *= self._batches_per_step
+        weight = 1.0 if samples[0] is not self._filler else 0.0
+        if self._reduction is not None:
+            weight = self._reduction.weight(counts, self._counts_of_step)
+            if self._reduction is not Reduction.SUM:  # Trainer divides means by the number of batches
+                weight *= self._batches_per_step
         if not weight:  # without targets, a mean loss is NaN, and NaN * 0 is NaN, so run the filler instead
             batch = self._collated([self._filler])
         backward = self.trainer.accelerator.backward
@@ -236,106 +259,139 @@ class OptimizerSteps:
     def _without_other_collectives(self) -> AbstractContextManager[None]:
         return only_fsdp_communicates(self.trainer, self.model, generated=isinstance(self._samples[0], GeneratedRow))
 
-    def _check_collation(self, batch: CollatedBatch) -> None:
-        """Collective: check that collation is deterministic. This waits for the device, so few steps do it."""
-        if not all(from_all_ranks(batch.is_reproducible(self.trainer.keeps_samples))):
-            raise ConfigError(
-                "collating the same samples twice gives different batches, so a step cannot be split: the data "
-                "collator is random, or other code changes the batch; move such code into the dataset"
-            )
+    def _begin_attempt(self, stage: str, _: int, plan: Plan) -> None:
+        """Collective: restore the state before an attempt. If it splits batches of the data loader, check the
+        loss: after an out-of-memory error, and in the first, 16th, 256th and so on of these steps."""
+        if stage:
+            self.trainer._evaluator.begin_attempt()
+            return
+        self._restore()
+        self._attempts += 1
+        microbatches = {tuple(id(self._samples[index]) for index in rows) for rows in plan}
+        if microbatches <= self._samples_of_batches:
+            return
+        step, known = self.trainer.state.global_step + 1, self._reduction is not None
+        if self._attempts == 1:
+            self._split_steps += 1
+            is_due = self._split_steps.bit_count() == 1 and self._split_steps.bit_length() % 4 == 1
+            if known and (not is_due or step == self._checked_step):
+                return
+        reason, last_check = self._find_reduction(), self._checked_step
+        self._restore()
+        if not reason:
+            return
+        if self._attempts > 1:
+            raise RecoveryUnsupportedError(f"out of memory in step {step}, and {reason}", Remedy.SMALLER_LIMIT)
+        since = f" (steps {last_check} to {step - 1} may differ from Trainer's)" if known else ""
+        raise ConfigError(f"in step {step}, {reason}{since}")
 
-    def _find_reduction(self) -> None:
-        """Collective: find out, before the first step, how the losses of microbatches add up."""
-        trainer, on_ranks = self.trainer, self._try_two_samples()
-        shifts_labels = getattr(trainer, "_loss_shifts_labels", True)
-        self._tolerance = tolerance_of(self.model, mixed_precision=trainer.accelerator.mixed_precision != "no")
-        if not on_ranks:
-            raise ConfigError("the losses of the shortest samples are infinite or NaN: remove samples without labels")
-        reduction = how_losses_add_up(on_ranks, shifts_labels=shifts_labels, tolerance=self._tolerance)
-        if reduction is None:
-            worst = max(on_ranks, key=lambda each: min(worst_error([each], kind, 0.0) for kind in Reduction))
-            raise ConfigError(f"{worst}: it is neither their sum nor their mean, {NOT_SPLIT}")
-        self._reduction = reduction
-        self._shifts_labels = reduction is Reduction.MEAN_OF_NEXT_TOKENS or (
-            shifts_labels and reduction is not Reduction.MEAN_OF_LABELS
-        )
-        """True if the first label of each row does not count in the loss."""
-        self._scale = max(abs(each.both.loss) for each in on_ranks)
-        """The largest loss before the first step. Later checks divide errors by the larger one of this loss and the
-        current one, because with a current loss near 0, rounding alone would be a large relative error."""
+    def _check_first_step(self, batch: CollatedBatch, rows: int) -> None:
+        """Collective: find out if a step can be split. If it cannot, train without recovery, like stock Trainer.
 
-    def _check_losses(self) -> None:
-        """Collective: raise a ConfigError if losses do not add up as they did before the first step."""
-        on_ranks = self._try_two_samples()
-        worst = max(on_ranks, key=lambda each: worst_error([each], self._reduction, self._scale), default=None)
-        if worst and worst_error([worst], self._reduction, self._scale) > self._tolerance:
-            unchecked = self._steps_run // 2 - 1
-            raise ConfigError(
-                f"in step {self.trainer.state.global_step + 1}, {worst}: it is not their "
-                f"{self._reduction.value}, as before the first step, {NOT_SPLIT}"
-                + f"; the last {count_of(unchecked, 'step')} may differ from Trainer's"
-                * (unchecked > 0)
-            )
-
-    def _try_two_samples(self) -> list[TwoSamples]:
-        """Collective: return the finite losses of pairs of samples on all ranks, in one batch and in separate batches.
-
-        The model is in training mode, since some terms of a loss exist only there. If a forward pass draws random
-        numbers on any rank, try again without dropout, and if this still happens, in evaluation mode. To save time,
-        later checks begin in the mode that was used last, and try one candidate each.
+        Steps with batches of one row are not split, so their loss is not checked.
         """
-        (firsts, second), check = self._candidates(), self._steps_run.bit_length()
+        reproducible = all(from_all_ranks(batch.is_reproducible(self.trainer.keeps_samples)))
+        reason = None if reproducible else NOT_REPRODUCIBLE
+        if reason is None and rows > 1:
+            reason = self._find_reduction()
+        if reason in (None, CHECK_FAILED):  # the check is repeated before the first attempt that splits batches
+            self.runner.recovers &= reason is None  # otherwise, the limit stays until memory runs out
+            return
+        if self._splits_batches:
+            raise ConfigError(reason)
+        self.runner.recovers, self.runner.cannot_repeat = False, reason
+        if rank() == 0:
+            logger.warning("training continues without recovery, so an out-of-memory error ends it: %s", reason)
+
+    def _find_reduction(self) -> str | None:
+        """Collective: find out how the losses of microbatches add up. Return None, or the reason why a step cannot be
+        split."""
+        on_ranks = self._try_two_samples()
+        if on_ranks is None:
+            if rank() == 0:
+                logger.warning("%s, so it is skipped", CHECK_FAILED)
+            return None if self._reduction else CHECK_FAILED
+        if not on_ranks:
+            return "the losses of the shortest samples are infinite or NaN; remove samples without labels"
+        tolerance = tolerance_of(self.model, mixed_precision=self.trainer.accelerator.mixed_precision != "no")
+        known = self._reduction
+        if known and worst_error(on_ranks, known, self._scale) <= tolerance:
+            self._checked_step = self.trainer.state.global_step + 1
+            return None
+        self._reduction = how_losses_add_up(
+            on_ranks, shifts_labels=self._shifts_labels, tolerance=tolerance, scale=self._scale
+        )
+        if self._reduction is None:
+            worst = max(on_ranks, key=lambda each: min(worst_error([each], kind, self._scale) for kind in Reduction))
+            return f"{worst}: it is neither their sum nor their mean, {NOT_SPLIT}"
+        self._shifts_labels = self._reduction is Reduction.MEAN_OF_NEXT_TOKENS or (
+            self._shifts_labels and self._reduction is not Reduction.MEAN_OF_LABELS
+        )
+        self._scale = max(self._scale, *(abs(each.both.loss) for each in on_ranks))
+        self._checked_step = self.trainer.state.global_step + 1
+        self.runner.recovers |= known is None and self.trainer.adaptive.recover_from_oom
+        return None
+
+    def _try_two_samples(self) -> list[TwoSamples] | None:
+        """Collective: return the finite losses of pairs of samples on all ranks, in one batch and in separate batches;
+        None if a rank runs out of memory.
+
+        The model is in training mode, since some terms of a loss exist only there, but without dropout. If a forward
+        pass draws random numbers on any rank, try again in evaluation mode.
+        """
+        firsts, second = self._candidates()
         if not (is_whole(self.model) or isinstance(second, GeneratedRow)):  # so that all ranks use the same layers
-            of_rank = check % world_size()
-            firsts, second = from_all_ranks([(firsts, second)] * (rank() == of_rank))[of_rank][0]
-        if self._steps_run:
-            firsts = [firsts[check % len(firsts)]]
+            firsts, second = from_all_ranks((firsts, second))[0]
         attention = getattr(getattr(self.model, "config", None), "_attn_implementation", None)
+        self._restore_attributes = remember_attributes(self.trainer, *self.model.modules())
         # Compiling for two samples could exceed the limit of recompilations. flex_attention has to be compiled.
-        ways = ((True, nullcontext()), (True, WithoutDropout()), (False, nullcontext()))
-        for training, context in ways[self._way :]:
-            with torch.compiler.set_stance("default" if attention == "flex_attention" else "force_eager"), context:
-                of_second, *of_firsts = (self._loss_of([each], training=training) for each in (second, *firsts))
-                of_both = [self._loss_of([first, second], training=training) for first in firsts]
-            on_ranks = [*chain(*from_all_ranks([*map(TwoSamples, of_both, of_firsts, repeat(of_second))]))]
-            if not any(each.both.is_random for each in on_ranks):
-                break
-            self._way = min(self._way + 1, len(ways) - 1)
+        stance = partial(torch.compiler.set_stance, "default" if attention == "flex_attention" else "force_eager")
+        try:
+            for training in (True, False):
+                self.model.train(training)
+                self._losses: list[BatchLoss] = []
+                with stance(), WithoutDropout() if training else nullcontext():
+                    pairs = [microbatch for first in firsts for microbatch in ([first], [first, second])]
+                    result, _ = self._checker.attempt([[second], *pairs])
+                if result is None:
+                    return None
+                of_second, *others = (each._replace(loss=float(each.loss)) for each in self._losses)
+                tried = [*map(TwoSamples, others[1::2], others[::2], repeat(of_second))]
+                on_ranks = [*chain(*from_all_ranks(tried))]
+                if not any(each.both.is_random for each in on_ranks):
+                    break
+        finally:
+            self.model.train()
+            self._restore_attributes()
+            self._losses = []
         return [each for each in on_ranks if math.isfinite(each.first.loss + each.second.loss)]
 
+    def _check(self, samples: Sequence[RawSample]) -> Totals:
+        """Collective: compute the loss of a microbatch without gradients, and add it to `_losses`."""
+        self._restore()
+        self._restore_attributes()
+        trainer, state, batch = self.trainer, random_state(), self._collated(samples)
+        with torch.no_grad(), self._without_other_collectives(), trainer.compute_loss_context_manager():
+            inputs = trainer._prepare_inputs(batch.inputs)
+            loss = trainer.compute_loss(self.model, inputs, num_items_in_batch=self._num_items)
+        self._losses.append(BatchLoss(loss.detach(), batch.counts, is_random=state != random_state()))
+        return Totals(torch.zeros(()), 0)
+
     def _candidates(self) -> tuple[list[RawSample], RawSample]:
-        """Return candidates for the first of two samples, and the second sample.
+        """Collective: return candidates for the first of two samples, and the second sample.
 
         A candidate has fewer labels than the second sample, so that reductions give different results. All ranks return
         the same number of candidates, because computing a loss is collective.
         """
-        shortest = sorted(self._samples, key=attrgetter("length"))
+        shortest = [each.shortened(CHECKED_TOKENS) for each in sorted(self._samples, key=attrgetter("length"))]
         one = shortest[0]
         if isinstance(one, GeneratedRow):  # set scores and lengths, because they may be equal in all rows
             return [one.scored(1.0, targets=1)], one.scored(2.0, targets=one.length)
         others = sorted(shortest, key=lambda each: (each.label == one.label, each.length == one.length))
         of_classes = {each.label: each for each in reversed(shortest)}
-        others_of_classes = (each for each in shortest if each is not of_classes[each.label])
-        candidates = islice(cycle([*of_classes.values(), *others_of_classes][:CANDIDATES]), CANDIDATES)
+        most = min(max(from_all_ranks(len(of_classes))), MOST_CLASSES)
+        candidates = islice(cycle(of_classes.values()), most)
         return [each.with_targets(few=True) for each in candidates], others[0].with_targets()
-
-    def _loss_of(self, samples: Sequence[RawSample], *, training: bool) -> BatchLoss:
-        """Collective: return the loss of a batch; restore buffers, attributes and random generators."""
-        trainer, device, restore = self.trainer, self.trainer.args.device, remember_random_state(self.trainer)
-        restore_attributes = remember_attributes(trainer, *self.model.modules())
-        batch = self._collated(samples)
-        self.model.train(training)
-        try:
-            with torch.no_grad(), self._without_other_collectives(), trainer.compute_loss_context_manager():
-                inputs = trainer._prepare_inputs(batch.inputs)
-                loss = float(trainer.compute_loss(self.model, inputs, num_items_in_batch=self._num_items))
-            drawn = draw_numbers(device)
-            restore()
-            return BatchLoss(loss, batch.counts, is_random=drawn != draw_numbers(device))
-        finally:
-            restore_attributes()
-            self.model.train()
-            restore()
 
     def _search(self) -> Limit:
         """Collective: search for the largest microbatch, and return its limit."""
@@ -449,6 +505,12 @@ def remember_random_state(trainer: Any, parameters: Iterable[Tensor] = ()) -> Ca
     return restore
 
 
+def random_state() -> object:
+    """Return the states of all random generators that a forward pass may use, to compare them."""
+    python, numpy, torch_states = random.getstate(), pickle.dumps(np.random.get_state()), RngState.capture()
+    return python, numpy, [None if each is None else each.tolist() for each in (torch_states.cpu, torch_states.cuda)]
+
+
 def remember_attributes(*owners: Any) -> Callable[[], None]:
     """Return a function that restores buffers, and attributes that are or were numbers, strings or tensors.
 
@@ -460,7 +522,11 @@ def remember_attributes(*owners: Any) -> Callable[[], None]:
 
     before = [(owner, dict(vars(owner)), dict(vars(owner).get("_buffers", {}))) for owner in owners]
     values = (value for _, *kinds in before for kind in kinds for value in kind.values())
-    tensors = {value for value in values if isinstance(value, Tensor) and not isinstance(value, nn.Parameter)}
+    tensors = {
+        value
+        for value in values
+        if isinstance(value, Tensor) and not isinstance(value, nn.Parameter) and value.nbytes <= COPIED_BYTES
+    }
     contents = [(tensor, tensor.detach().clone()) for tensor in tensors]
 
     @torch.no_grad()

@@ -186,7 +186,8 @@ class AdaptiveMixin(Base):
         if isinstance(inputs, MutableMapping) and SAMPLES_KEY in inputs:
             if len(collected) == self._expected:
                 self._refuse_training_step("calls super().training_step more than once for a batch")
-            collected.append(replace(inputs.pop(SAMPLES_KEY), inputs=inputs))
+            batch = replace(inputs.pop(SAMPLES_KEY), inputs=type(inputs)({**inputs}))  # type: ignore[call-arg]
+            collected.append(batch)
         elif type(self)._prepare_inputs is not Trainer._prepare_inputs:  # a trainer that generates
             model.train()
             inputs = self._prepare_inputs(inputs)
@@ -212,6 +213,8 @@ class AdaptiveMixin(Base):
     def _run_collected(self, collected: list[CollatedBatch], model: nn.Module, num_items: Any) -> Tensor:
         """Collective: run the collected batches of a step; if the epoch ends within the step, these are not all."""
         self._batches = None
+        if any(batch.was_edited for batch in collected):
+            self._refuse_training_step("changes a batch after it has called super().training_step")
         if any(parameter.grad is not None for parameter in model.parameters()):
             raise ConfigError(
                 f"the model has gradients before the step: training_step of {type(self).__name__} or a callback calls "
