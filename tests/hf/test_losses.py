@@ -90,9 +90,7 @@ def test_loss_that_no_longer_adds_up_ends_the_run_only_if_a_step_is_split(tmp_pa
     assert difference(run(AdaptiveArguments()), run()) == 0.0
     with pytest.raises(RecoveryUnsupportedError, match="out of memory in step 14, and the loss of two samples is"):
         run(AdaptiveArguments(), faults=[(14, 40)])
-    with pytest.raises(
-        ConfigError, match=r"in step 16, the loss of two .* \(steps 1 to 15 may differ from Trainer's\)"
-    ):
+    with pytest.raises(ConfigError, match=r"the loss of two samples .* \(steps 1 to 1\d may differ from Trainer's\)"):
         run(AdaptiveArguments(token_budget=100))
 
 

@@ -9,7 +9,7 @@ from torchtune_adaptive.errors import ConfigError, Remedy
 from torchtune_adaptive.formatting import parse_size
 
 
-@dataclass
+@dataclass(frozen=True)
 class AdaptiveArguments:
     """Settings of AdaptiveMixin. HfArgumentParser turns the fields into command-line options."""
 
@@ -26,7 +26,7 @@ class AdaptiveArguments:
         if type(self.regrow_after) is not int or self.regrow_after < 0:
             raise ConfigError(f"regrow_after: {self.regrow_after!r} is invalid; allowed: a number of steps; 0: never")
         if isinstance(self.token_budget, str) and self.token_budget.isdecimal():
-            self.token_budget = int(self.token_budget)
+            object.__setattr__(self, "token_budget", int(self.token_budget))
         number = type(self.token_budget) is int and self.token_budget > 0
         if not number and self.token_budget not in (None, "auto"):
             raise ConfigError(f"token_budget: {self.token_budget!r} is invalid; allowed: a number of tokens, or 'auto'")
@@ -39,7 +39,7 @@ class AdaptiveArguments:
 REMEDIES_AS_ARGUMENTS: Mapping[Remedy, str] = {
     **{remedy: remedy.value for remedy in Remedy},
     Remedy.CHECKPOINT_ACTIVATIONS: "set gradient_checkpointing=True",
-    Remedy.LARGER_BUDGET: "raise memory_limit if it is set",
+    Remedy.LARGER_BUDGET: "raise memory_limit",
     Remedy.SMALLER_LIMIT: "lower per_device_train_batch_size",
     Remedy.NO_RECOVERY: "set recover_from_oom=False",
     Remedy.RECOVERY: "set recover_from_oom=True",

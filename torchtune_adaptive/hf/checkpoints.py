@@ -16,8 +16,9 @@ from torchtune_adaptive.errors import ConfigError
 logger = logging.getLogger(__name__)
 
 
-def newest_complete(args: Any) -> str:
-    """Collective: return the newest checkpoint that is complete on all ranks."""
+def newest_complete(args: Any, *, required: bool) -> str | None:
+    """Collective: return the newest checkpoint that is complete on all ranks. If there is none, raise a ConfigError or,
+    unless one is `required`, return None."""
     folder = Path(args.output_dir)
     names = from_all_ranks({path.name.removeprefix("checkpoint-") for path in folder.glob("checkpoint-*")})
     for step in sorted({int(name) for name in set().union(*names) if name.isdecimal()}, reverse=True):
@@ -26,9 +27,11 @@ def newest_complete(args: Any) -> str:
             return str(path)
         if rank() == 0:
             logger.warning("%s is skipped: its save was interrupted", path)
+    if not required:
+        return None
     raise ConfigError(
-        f"{folder} contains no complete checkpoint to resume from: start from the beginning, or pass the path of a "
-        "checkpoint to train(), which does not check it"
+        f"{folder} contains no complete checkpoint to resume from: pass resume_from_checkpoint='auto' to start from "
+        "the beginning in this case, or the path of a checkpoint, which is not checked"
     )
 
 

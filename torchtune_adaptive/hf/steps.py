@@ -101,6 +101,9 @@ class OptimizerSteps:
         """A sample whose inputs have all of these keys; None if microbatches may lack some."""
         self._first_and_others: tuple[Any, Any] = (None, None)
         """Samples of a probe: the first one, and all others."""
+        self._keeps_batches = False
+        """True if each microbatch of the attempt is a part of one batch of the data loader. Losses are then averaged
+        over each batch, and the means over the batches, as in stock Trainer."""
         self._split_steps = self._checked_step = 0
         self._reduction: Reduction | None = None
         """How losses add up. None until it is known; then, each microbatch must be a batch of the data loader."""
@@ -194,7 +197,8 @@ class OptimizerSteps:
         self._samples: list[Any] = [sample for batch in batches for sample in batch.samples]
         # A microbatch that equals a batch of the data loader is not collated again.
         self._batches: dict[tuple[int, ...], CollatedBatch] = {tuple(map(id, each.samples)): each for each in batches}
-        self._samples_of_batches, self._attempts = frozenset(self._batches), 0
+        self._batch_of = {id(sample): number for number, each in enumerate(batches) for sample in each.samples}
+        self._counts_of_batches, self._attempts = [batch.counts for batch in batches], 0
         self._filler: RawSample = copy.copy(min(self._samples, key=attrgetter("length")).with_targets())
         self._counts_of_step = Counts.total(batch.counts for batch in batches)
         self._num_items = num_items
@@ -210,9 +214,11 @@ class OptimizerSteps:
         counts = Counts() if samples[0] is self._filler else batch.counts
         weight = 1.0 if samples[0] is not self._filler else 0.0
         if self._reduction is not None:
-            weight = self._reduction.weight(counts, self._counts_of_step)
-            if self._reduction is not Reduction.SUM:  # Trainer divides means by the number of batches
-                weight *= self._batches_per_step
+            within = self._batch_of.get(id(samples[0])) if self._keeps_batches else None
+            whole = self._counts_of_step if within is None else self._counts_of_batches[within]
+            weight = self._reduction.weight(counts, whole)
+            if within is None and self._reduction is not Reduction.SUM:
+                weight *= self._batches_per_step  # by which Trainer divides means
         if not weight:  # without targets, a mean loss is NaN, and NaN * 0 is NaN, so run the filler instead
             batch = self._collated([self._filler])
         backward = self.trainer.accelerator.backward
@@ -267,9 +273,10 @@ class OptimizerSteps:
             return
         self._restore()
         self._attempts += 1
-        microbatches = {tuple(id(self._samples[index]) for index in rows) for rows in plan}
-        if microbatches <= self._samples_of_batches:
-            return
+        batches = [{self._batch_of[id(self._samples[index])] for index in rows} for rows in plan]
+        self._keeps_batches = all(len(each) <= 1 for each in batches)
+        if self._keeps_batches and len(plan) == self._batches_per_step:
+            return  # each microbatch is a batch
         step, known = self.trainer.state.global_step + 1, self._reduction is not None
         if self._attempts == 1:
             self._split_steps += 1

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, MutableMapping
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import cache
 from pathlib import Path
 from traceback import walk_tb
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 import torch
 from accelerate.data_loader import DataLoaderDispatcher
@@ -24,7 +24,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 
 from torchtune_adaptive.engine.oom import fatal_on_oom
 from torchtune_adaptive.engine.ranks import from_all_ranks, rank
-from torchtune_adaptive.errors import AdaptiveError, ConfigError, RecoveryUnsupportedError, Remedy, without_backward
+from torchtune_adaptive.errors import AdaptiveError, ConfigError, RecoveryUnsupportedError, Remedy
 from torchtune_adaptive.hf.arguments import REMEDIES_AS_ARGUMENTS, AdaptiveArguments
 from torchtune_adaptive.hf.checkpoints import newest_complete
 from torchtune_adaptive.hf.evaluation import Evaluator
@@ -83,9 +83,10 @@ class AdaptiveMixin(Base):
         _refuse_unsupported(self)
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
-        """Collective: see Trainer.train. `resume_from_checkpoint=True` takes the newest complete checkpoint."""
-        if resume_from_checkpoint is True:
-            resume_from_checkpoint = newest_complete(self.args)
+        """Collective: see Trainer.train. `resume_from_checkpoint=True` takes the newest complete checkpoint, and "auto"
+        does the same, but starts from the beginning if there is none."""
+        if resume_from_checkpoint in (True, "auto"):
+            resume_from_checkpoint = newest_complete(self.args, required=resume_from_checkpoint is True)
         with ExitStack() as self._training_stack, self._explaining_errors():
             try:
                 return super().train(resume_from_checkpoint, *args, **kwargs)
@@ -100,8 +101,12 @@ class AdaptiveMixin(Base):
             with fatal_on_oom(self._explain):
                 yield
         except AdaptiveError as error:
-            if self.args.gradient_checkpointing:
-                error.remedies = without_backward(error.remedies)
+            impossible = {
+                Remedy.CHECKPOINT_ACTIVATIONS: self.args.gradient_checkpointing,
+                Remedy.SMALLER_LIMIT: self.args.per_device_train_batch_size == 1,
+                Remedy.LARGER_BUDGET: self.adaptive.memory_limit is None,
+            }
+            error.remedies = tuple(each for each in error.remedies if not impossible.get(each))
             error.fact, error.remedies = error.in_words(REMEDIES_AS_ARGUMENTS), ()
             raise
 
@@ -133,7 +138,7 @@ class AdaptiveMixin(Base):
             loader = super().get_train_dataloader(*args, **kwargs)
         if isinstance(loader, DataLoaderDispatcher) and self.accelerator.num_processes > 1:
             raise ConfigError(
-                "AdaptiveMixin does not support dispatch_batches, where rank 0 collates for all ranks; set "
+                f"{type(self).__name__} does not support dispatch_batches, where rank 0 collates for all ranks; set "
                 "accelerator_config={'dispatch_batches': False}"
             )
         return loader
@@ -243,7 +248,6 @@ class AdaptiveMixin(Base):
         super().log(logs, *args, **kwargs)
 
 
-@cache
 def adaptive(trainer_class: type[Trainer], **arguments: Any) -> Any:
     """Return a subclass of a Trainer with AdaptiveMixin, for example `adaptive(SFTTrainer)(model, args, ...)`.
 
@@ -251,8 +255,16 @@ def adaptive(trainer_class: type[Trainer], **arguments: Any) -> Any:
     """
     if not (isinstance(trainer_class, type) and issubclass(trainer_class, Trainer)):
         raise TypeError(f"adaptive() got {trainer_class!r}: pass transformers' Trainer or a subclass of it")
-    bases = (trainer_class,) if issubclass(trainer_class, AdaptiveMixin) else (AdaptiveMixin, trainer_class)
+    names = [each.name for each in fields(AdaptiveArguments)]
+    if unknown := arguments.keys() - set(names):
+        raise ConfigError(f"adaptive() got an unknown argument {sorted(unknown)[0]!r}; allowed: {', '.join(names)}")
     defaults = replace(getattr(trainer_class, "default_arguments", AdaptiveArguments()), **arguments)
+    return _adaptive(cast(Any, trainer_class), defaults)
+
+
+@cache
+def _adaptive(trainer_class: type[Trainer], defaults: AdaptiveArguments) -> type[Trainer]:
+    bases = (trainer_class,) if issubclass(trainer_class, AdaptiveMixin) else (AdaptiveMixin, trainer_class)
     members = {"__module__": __name__, "__doc__": trainer_class.__doc__, "default_arguments": defaults}
     return type(f"Adaptive{trainer_class.__name__}", bases, members)
 
@@ -283,4 +295,4 @@ def _refuse_unsupported(trainer: Trainer) -> None:
     }
     for what, is_set in refused.items():
         if is_set:
-            raise ConfigError(f"AdaptiveMixin does not support {what}")
+            raise ConfigError(f"{type(trainer).__name__} does not support {what}")
