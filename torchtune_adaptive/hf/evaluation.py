@@ -24,9 +24,9 @@ from torchtune_adaptive.engine.results import Totals
 from torchtune_adaptive.engine.step import Recovery, SampleKind, StepRunner
 from torchtune_adaptive.errors import ConfigError, RecoveryUnsupportedError
 from torchtune_adaptive.hf.losses import BatchLoss, Counts, Reduction, TwoSamples, how_losses_add_up, tolerance_of
+from torchtune_adaptive.hf.metrics import BatchMetrics
 from torchtune_adaptive.hf.samples import SAMPLES_KEY, CollatedBatch, KeepSamples, counts_of, media_in
 from torchtune_adaptive.hf.steps import (
-    average_metrics,
     enforced_memory_limit,
     only_fsdp_communicates,
     other_models,
@@ -56,6 +56,7 @@ class Evaluator:
         self._limit: LimitState | None = None
         self._reduction: Reduction | None = None
         self._batches_run = 0
+        self._metrics = BatchMetrics(trainer, "eval")
 
     @contextmanager
     def keeping_samples(self, dataloader: Any) -> Iterator[None]:
@@ -73,7 +74,7 @@ class Evaluator:
             restored = override_attributes(trainer, preprocess_logits_for_metrics=self._preprocess)
             self._evaluation_stack.enter_context(restored)
             yield
-            average_metrics(trainer, "eval")
+            self._metrics.publish()
 
     def close(self) -> None:
         """Delete the runner, because its recovery ends now, but keep its limit for the next evaluation."""
@@ -95,6 +96,7 @@ class Evaluator:
         self._pieces: dict[tuple[int, ...], Piece] = {}
         try:
             runner.run(range(len(batch.samples)), step=self._batches_run)
+            self._metrics.end_step()
             first, *others = self._pieces.values()
             if not others:
                 return first.loss, *first.outputs
@@ -107,6 +109,7 @@ class Evaluator:
     def begin_attempt(self) -> None:
         """Delete the pieces of a failed attempt, and restore random generators and counters."""
         self._pieces.clear()
+        self._metrics.discard_step()
         self._restore()
 
     def _prepare_runner(self, model: nn.Module, batch: CollatedBatch) -> StepRunner[int] | None:
@@ -142,7 +145,8 @@ class Evaluator:
         inputs = self._inputs_of(rows) if is_piece else recursively_apply(Tensor.clone, self._inputs)
         counts = counts_of(inputs, len(rows)) if is_piece else Counts(len(rows))
         isolated = only_fsdp_communicates(self.trainer, self._model)
-        with isolated, override_attributes(self.trainer, _get_num_items_in_batch=lambda *_: self._items):
+        metrics = self._metrics.of_microbatch(0, len(rows), inputs)
+        with isolated, metrics, override_attributes(self.trainer, _get_num_items_in_batch=lambda *_: self._items):
             loss, logits, labels = self._prediction_step(inputs)
         if is_piece:
             logits, labels = recursively_apply(Tensor.cpu, (logits, labels))

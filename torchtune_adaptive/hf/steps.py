@@ -44,6 +44,7 @@ from torchtune_adaptive.hf.losses import (
     tolerance_of,
     worst_error,
 )
+from torchtune_adaptive.hf.metrics import BatchMetrics
 from torchtune_adaptive.hf.samples import (
     IGNORED,
     SAMPLES_KEY,
@@ -112,6 +113,7 @@ class OptimizerSteps:
         current one, because with a current loss near 0, rounding alone would be a large relative error."""
         self._shifts_labels = bool(getattr(trainer, "_loss_shifts_labels", True))
         """True if the first label of each row does not count in the loss."""
+        self.metrics = BatchMetrics(trainer, "train")
         self._begin(batches, num_items)
         if self._media and not is_whole(self.model):
             self._find_donor()
@@ -162,6 +164,7 @@ class OptimizerSteps:
             self._wrapped._sync_buffers()  # as DDP does before the first forward of a step
         result = self.runner.run(self._samples, step=self.trainer.state.global_step + 1)
         self._batches.clear()
+        self.metrics.end_step(batches=self._batches_per_step)
         for parameter, gradient in self._kept_gradients:
             parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
         self._kept_gradients.clear()
@@ -186,9 +189,9 @@ class OptimizerSteps:
                 self._kept_gradients.append((parameter, parameter.grad))
                 parameter.grad = None
 
-    def metrics(self) -> dict[str, float]:
-        """Collective: return the metrics to log in addition to the loss."""
-        average_metrics(self.trainer, "train")
+    def to_log(self) -> dict[str, float]:
+        """Collective: publish the metrics of TRL's trainers, and return those to log in addition to the loss."""
+        self.metrics.publish()
         limit = self.runner.limit
         return {"oom_recoveries": self.runner.recoveries, f"microbatch_{limit.unit}": limit.size}
 
@@ -226,8 +229,10 @@ class OptimizerSteps:
         def weighted_backward(loss: Tensor, **kwargs: Any) -> None:
             backward(loss * weight, **kwargs)
 
+        part_of = self._batch_of.get(id(samples[0]), 0) if self._keeps_batches else 0
         with (
             self._without_other_collectives(),
+            self.metrics.of_microbatch(part_of, counts.rows if weight else 0, batch.inputs),
             override_attributes(self.trainer.accelerator, backward=weighted_backward),
         ):
             loss = Trainer.training_step(self.trainer, self.model, batch.inputs, self._num_items)
@@ -272,6 +277,7 @@ class OptimizerSteps:
             self.trainer._evaluator.begin_attempt()
             return
         self._restore()
+        self.metrics.discard_step()
         self._attempts += 1
         batches = [{self._batch_of[id(self._samples[index])] for index in rows} for rows in plan]
         self._keeps_batches = all(len(each) <= 1 for each in batches)
@@ -462,7 +468,7 @@ def override_attributes(owner: object, **attributes: Any) -> Iterator[None]:
 def only_fsdp_communicates(trainer: Any, model: nn.Module, *, generated: bool = False) -> Iterator[None]:
     """Suppress the gathers of metrics in TRL's trainers, because a rank that ran out of memory could not complete them.
 
-    Within this context, a gather returns the value of this rank for all ranks; `average_metrics` averages the metrics
+    Within this context, a gather returns the value of this rank for all ranks; `BatchMetrics` combines the metrics
     later. The gathers of other trainers stay, because their losses may depend on them. The context also gathers the
     weight of a frozen head before the pass: TRL reads it without calling the module, so FSDP's hooks would not gather
     it. Batches that are `generated` are not prepared again.
@@ -482,17 +488,6 @@ def only_fsdp_communicates(trainer: Any, model: nn.Module, *, generated: bool = 
         yield
         if gathers_head:
             head.reshard()
-
-
-def average_metrics(trainer: Any, mode: str) -> None:
-    """Collective: average the metrics that TRL's trainers have collected on each rank."""
-    if mode not in getattr(trainer, "_metrics", ()):
-        return
-    collected = trainer._metrics[mode]
-    everywhere = from_all_ranks(dict(collected))
-    for name in collected:
-        values = [value for each in everywhere for value in each.get(name, ()) if not math.isnan(value)]
-        collected[name] = values or [math.nan]
 
 
 def remember_random_state(trainer: Any, parameters: Iterable[Tensor] = ()) -> Callable[[], None]:

@@ -243,8 +243,9 @@ class AdaptiveMixin(Base):
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Log. If `logs` contain a training loss, this is collective, and adds recoveries and the microbatch limit."""
-        if self._steps is not None and "loss" in logs:
-            logs |= self._steps.metrics()
+        if self._steps is not None and {"loss", "train_loss"} & logs.keys():
+            added = self._steps.to_log()
+            logs |= added if "loss" in logs else {}
         super().log(logs, *args, **kwargs)
 
 

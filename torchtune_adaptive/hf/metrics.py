@@ -1,0 +1,129 @@
+"""Combines the metrics that TRL's trainers collect for each microbatch to metrics of whole batches."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import chain
+from operator import mul
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from torchtune_adaptive.engine.ranks import from_all_ranks
+
+_OF_TOKENS = re.compile("token|entropy|kl$|logits|clip_ratio")
+_COUNTER = "num_tokens"
+_CHOSEN, _REJECTED, _MARGINS = "rewards/chosen", "rewards/rejected", "rewards/margins"
+
+
+class Value(NamedTuple):
+    """A metric of a microbatch, and its weight in the mean over microbatches."""
+
+    value: float
+    weight: int
+
+
+class BatchMetrics:
+    """Takes the metrics of each microbatch out of `trainer._metrics`, and puts those of whole batches back.
+
+    TRL appends the metrics of each pass, and logs their mean, so a batch that is split would count several times. Means
+    over rows are weighted by rows, means over tokens by the tokens in the loss. Trainers of transformers have none.
+    """
+
+    def __init__(self, trainer: Any, mode: str) -> None:
+        self._trainer, self._mode = trainer, mode
+        self._complete: list[dict[str, list[Value]]] = []
+        """For each batch since the last log, the values of its microbatches."""
+        self._current: dict[int, dict[str, list[Value]]] = {}
+        """The same for the batches of the current step, by number."""
+
+    @contextmanager
+    def of_microbatch(self, batch: int, rows: int, inputs: Mapping[str, Any]) -> Iterator[None]:
+        """Run a microbatch, a part of this batch, inside the context. `rows` is 0 for a filler."""
+        collected = getattr(self._trainer, "_metrics", {})
+        lengths = {name: len(values) for name, values in collected.get(self._mode, {}).items()}
+        weights = _Weights.of(inputs, rows) if collected and rows else None
+        yield
+        metrics = collected.get(self._mode, {})
+        for name in metrics.keys() - {_COUNTER}:
+            values, start = metrics[name], lengths.get(name, 0)
+            metrics[name] = values[:start]
+            if weights is not None:
+                part = self._current.setdefault(batch, {}).setdefault(name, [])
+                part += [Value(value, weights.weight(name)) for value in values[start:]]
+
+    def discard_step(self) -> None:
+        """Delete the values of the current step, which is repeated."""
+        self._current.clear()
+
+    def end_step(self, *, batches: int = 1) -> None:
+        """Keep the values of the current step, which has this number of batches."""
+        values = [self._current[number] for number in sorted(self._current)]
+        self._complete += values if len(values) == batches else values * batches  # the second if batches were mixed
+        self._current.clear()
+
+    def publish(self) -> None:
+        """Collective: put the metrics of complete batches, combined over microbatches and ranks, back for TRL's log."""
+        if self._mode not in getattr(self._trainer, "_metrics", ()):
+            return
+        metrics = self._trainer._metrics[self._mode]
+        complete, counters = zip(*from_all_ranks((self._complete, metrics.get(_COUNTER, []))), strict=True)
+        for on_ranks in zip(*complete, strict=True):
+            names = dict.fromkeys(name for batch in on_ranks for name, values in batch.items() if values)
+            whole = {name: _combined(name, [*chain(*(batch.get(name, ()) for batch in on_ranks))]) for name in names}
+            if {_CHOSEN, _REJECTED} <= whole.keys():  # a microbatch may lack one of them
+                whole[_MARGINS] = whole[_CHOSEN] - whole[_REJECTED]
+            for name, value in whole.items():
+                metrics[name].append(value)
+        if any(counters):  # a gather repeats this rank's tokens for all ranks, so the mean is the sum over ranks
+            metrics[_COUNTER] = [sum(chain(*counters)) / len(counters)]
+        for name in [name for name, values in metrics.items() if not values]:
+            del metrics[name]
+        self._complete.clear()
+
+
+def _combined(name: str, values: Sequence[Value]) -> float:
+    """Return the metric of the microbatches together: the smallest or largest value, or the weighted mean."""
+    known = [each for each in values if not math.isnan(each.value)] or values
+    numbers = [each.value for each in known]
+    if extreme := re.search("(?:^|[_/])(min|max)(?:$|_)", name):
+        return (min if extreme[1] == "min" else max)(numbers)
+    weights = [each.weight for each in known]
+    if len(set(numbers)) == 1 or not any(weights):
+        return sum(numbers) / len(numbers)
+    return float(sum(map(mul, numbers, weights)) / sum(weights))
+
+
+class _Weights(NamedTuple):
+    """The tokens in the loss of each row, and whether the row is a chosen answer."""
+
+    tokens: Sequence[int]
+    is_chosen: Sequence[bool]
+    has_pairs: bool
+
+    @staticmethod
+    def of(inputs: Mapping[str, Any], samples: int) -> _Weights:
+        """Return the weights of a collated microbatch. Waits for the device."""
+        labels, mask = inputs.get("labels"), inputs.get("completion_mask")
+        tokens = [1] * samples
+        if isinstance(labels, Tensor) and labels.dim() == 2:
+            tokens = (labels[:, 1:] != -100).sum(1).tolist()
+        elif isinstance(mask, Tensor):
+            generated = "completion_ids" in inputs  # the mask then covers the completions only
+            tokens = (mask if generated else mask[:, 1:]).sum(1).tolist()
+        has_pairs = len(tokens) == 2 * samples  # of DPO: the chosen answers, then the rejected ones
+        halves = [True] * samples + [False] * samples
+        return _Weights(tokens, halves if has_pairs else [*map(bool, inputs.get("label", tokens))], has_pairs)
+
+    def weight(self, name: str) -> int:
+        """Return the weight of a metric of this name."""
+        is_chosen = "chosen" in name or (self.has_pairs and "accuracy" in name)
+        rows = [
+            tokens
+            for tokens, chosen in zip(self.tokens, self.is_chosen, strict=False)
+            if (not is_chosen or chosen) and not ("rejected" in name and chosen)
+        ]
+        return sum(rows) if _OF_TOKENS.search(name) else len(rows)
