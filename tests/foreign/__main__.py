@@ -129,13 +129,13 @@ def versions() -> dict[str, str]:
 
 def table(results: list[Found]) -> str:
     """Return the results as a table for docs/rehearsing.md."""
-    lines = ["| script | by arithmetic | rehearsed | CPU seconds |", "|---|---|---|---|"]
+    lines = ["| script | by arithmetic, GiB | rehearsed, GiB |", "|---|---|---|"]
     for each in results:
-        arithmetic = f"{each.arithmetic_gib:.2f} GiB" if each.arithmetic_gib else ""
-        outcome = f"{each.peak_gib:.2f} GiB" if each.verdict.startswith("fits") else each.verdict.split(": ", 1)[0]
+        arithmetic = f"{each.arithmetic_gib:.2f}" if each.arithmetic_gib else ""
+        outcome = f"{each.peak_gib:.2f}" if each.verdict.startswith("fits") else each.verdict.split(": ", 1)[0]
         if "sizes may depend" in each.verdict:
             outcome += ", with a note"
-        lines.append(f"| {each.what} | {arithmetic} | {outcome} | {each.cpu_s:.0f} |")
+        lines.append(f"| {each.what} | {arithmetic} | {outcome} |")
     return "\n".join(lines) + "\n"
 
 
