@@ -295,7 +295,7 @@ GPU_PARTS = {
 
 def on_a_gpu(folder: Path = RESULTS) -> str:
     """Return the table of a GPU's measurements; parts without a result are marked."""
-    shown = ["| measurement | result | GPU | torch | date |", "|---|---|---|---|---|"]
+    shown = ["| part | measurement | result | GPU | torch | date |", "|---|---|---|---|---|---|"]
     for part, what in GPU_PARTS.items():
         with naming(part.__name__, folder):
             shown.append(_gpu_line(part, what, read_json(folder / f"{part.__name__}.json")))
@@ -303,11 +303,12 @@ def on_a_gpu(folder: Path = RESULTS) -> str:
 
 
 def _gpu_line(part: Callable[[list[Row]], str], what: str, found: Row | None) -> str:
+    name = part.__name__.removeprefix("gpu_")
     if found is None or not found["rows"] or not (result := part(found["rows"])):
-        return f"| {what} | not measured yet | | | |"
+        return f"| {name} | {what} | not measured yet | | | |"
     about = found["machine"]
     result += "" if found["status"] == "done" else f" ({found['status']})"
-    return f"| {what} | {result} | {about['gpu']} | {about['torch']} | {about['date']} |"
+    return f"| {name} | {what} | {result} | {about['gpu']} | {about['torch']} | {about['date']} |"
 
 
 def begin(name: str) -> str:

@@ -28,12 +28,15 @@ def test_readme_table_follows_the_results(tmp_path: Path) -> None:
     assert "7 hung" in measured.glance(tmp_path)
 
 
-def test_preference_page_shows_the_gain_of_two_limits() -> None:
-    page = (measured.README.parent / "docs" / "preference.md").read_text(encoding="utf-8")
-    for row in measured.rows_of("stages"):
-        ratio, *ends = (f"{row[f'{name} by CPU time']:.2f}" for name in ("ratio", "lowest", "highest"))
-        pairs = f"{row['policy pairs']} | {row['reference pairs']}"
-        assert f"| {row['shape']} | {pairs} | {ratio} ({' to '.join(ends)}) |" in page
+def test_page_of_several_models_shows_what_separate_limits_save() -> None:
+    page = " ".join((measured.README.parent / "docs" / "preference-and-rl.md").read_text(encoding="utf-8").split())
+    rollouts = measured.rows_of("rollouts")
+    cases = [
+        measured.rows_of("stages"),
+        *([row for row in rollouts if row["shape"].startswith(name)] for name in ("PPO", "GRPO")),
+    ]
+    dpo, ppo, grpo = (measured.span((row["ratio by CPU time"] for row in rows), 2) for rows in cases)
+    assert f"a step takes {dpo} times the CPU time in DPO, {ppo} times in PPO, and {grpo} times in GRPO" in page
 
 
 def test_comparison_shows_the_batches_of_each_trainer() -> None:

@@ -1,6 +1,6 @@
 """Peaks that torchtune's README gives for Llama 3.2 3B: each line of the table adds a technique to the previous one.
 
-"Peak memory active", one A100, bf16, 2 rows packed to 4096 tokens, torchtune 0.6.1. docs/published.md has the whole
+"Peak memory active", one A100, bf16, 2 rows packed to 4096 tokens, torchtune 0.6.1. docs/measured.md has the whole
 table, and the reason for omitted lines. The suite runs one line; `make published` runs all.
 """
 
