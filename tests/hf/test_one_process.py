@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -109,9 +110,27 @@ def test_search_finds_rows_within_the_memory_limit(folder: Path, capsys: pytest.
     options = {**ONE_BY_ONE, "max_steps": 2}
     data = {"train_dataset": Named(), "data_collator": collate_without_names}
     ours = train(folder, adaptive, **data, arguments=arguments(folder, **options))
-    assert "4      3.1 MiB     63 %" in capsys.readouterr().out
+    assert re.search(r"\n  4 +3\.\d MiB +6\d %", capsys.readouterr().out)
     assert ours.column("microbatch_rows") == [4] * len(ours.log)
     assert difference(ours, stock(folder, **options)) < 1e-6
+
+
+@pytest.mark.parametrize("lengths", [(20, 30), (30, 30)], ids=["padding", "no padding"])
+def test_probes_have_padding_if_batches_have_it(folder: Path, lengths: tuple[int, int]) -> None:
+    padding: list[bool] = []
+
+    class Records(Trainer):
+        def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+            if self.state.global_step == 0 and torch.is_grad_enabled() and len(inputs["input_ids"]) > 1:
+                padding.append(not inputs["attention_mask"].all())
+            return super().compute_loss(model, inputs, *args, **kwargs)
+
+    rows = [{"input_ids": [*range(1, length + 1)], "labels": [*range(length)]} for length in lengths * 12]
+    adaptive = AdaptiveArguments(use_maximum_batch_size=True, memory_limit="5MiB")
+    options = arguments(folder, max_steps=1, gradient_accumulation_steps=1)
+    train(folder, adaptive, base=Records, train_dataset=rows, arguments=options)
+    assert len(padding) > 1
+    assert set(padding) == {len(set(lengths)) > 1}
 
 
 def test_measured_token_budget_trains_like_stock(folder: Path) -> None:

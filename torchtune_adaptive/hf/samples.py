@@ -67,7 +67,7 @@ class RawSample:
         if self.collated_lengths or not sequences.keys() <= TOKENS | {*ANSWERS, "prompt_ids", "label"}:
             return self
         cut = {
-            name: value[-tokens // 2 :] if name == "prompt_ids" else value[:tokens]
+            name: value[-tokens:] if name == "prompt_ids" else value[:tokens]
             for name, value in sequences.items()
             if hasattr(value, "__len__") and getattr(value, "ndim", 1) == 1
         }

@@ -100,8 +100,8 @@ class OptimizerSteps:
         """The keys of inputs with images or audio, such as `pixel_values`, in the first step of any rank."""
         self._donor: Any = None
         """A sample whose inputs have all of these keys; None if microbatches may lack some."""
-        self._first_and_others: tuple[Any, Any] = (None, None)
-        """Samples of a probe: the first one, and all others."""
+        self._probed: tuple[Any, Any, Any] = (None, None, None)
+        """Samples of a probe: the first one, the last one, and all others."""
         self._keeps_batches = False
         """True if each microbatch of the attempt is a part of one batch of the data loader. Losses are then averaged
         over each batch, and the means over the batches, as in stock Trainer."""
@@ -210,8 +210,9 @@ class OptimizerSteps:
     def _forward_backward(self, samples: Sequence[RawSample]) -> Totals:
         """Run one microbatch with Trainer's training_step."""
         # Each batch is used once, because compute_loss may edit it.
-        if samples[0] is self._first_and_others[0]:
-            samples = [samples[0], *[self._first_and_others[1]] * (len(samples) - 1)]
+        if samples[0] is self._probed[0]:
+            first, last, other = self._probed
+            samples = [first, *[other] * (len(samples) - 2), last][: len(samples)]
         kept = self._batches.pop(tuple(map(id, samples)), None)
         batch = self._with_all_media(kept) if kept else self._collated(samples)
         counts = Counts() if samples[0] is self._filler else batch.counts
@@ -436,8 +437,10 @@ class OptimizerSteps:
 
     def _find_rows(self, first: RawSample, others: RawSample) -> SearchResult:
         """Collective: search for the most rows of a microbatch that consists of `first` and copies of `others`."""
-        first = copy.copy(first.with_targets())
-        self._first_and_others = first, others.with_targets()
+        first, others = copy.copy(first.with_targets()), others.with_targets()
+        # Without padding, transformers may drop the attention mask, and need less memory than in training.
+        has_padding = any(from_all_ranks(len({each.length for each in self._samples}) > 1))
+        self._probed = first, others.shortened(others.length - 1) if has_padding else others, others
         return find_max_batch_size(
             TrainingStep(
                 runner=self.runner,
