@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ pytest.importorskip("accelerate")
 import torch
 from transformers import Trainer
 
-from tests.hf.trainers import STEPS, Run, arguments, difference, tiny_llama, train
+from tests.hf.trainers import STEPS, Run, arguments, difference, failing_in_forward, tiny_llama, train
 from torchtune_adaptive.errors import ConfigError, RecoveryUnsupportedError
 from torchtune_adaptive.hf import AdaptiveArguments
 from torchtune_adaptive.hf.losses import (
@@ -94,25 +93,9 @@ def test_loss_that_no_longer_adds_up_ends_the_run_only_if_a_step_is_split(tmp_pa
         run(AdaptiveArguments(token_budget=100))
 
 
-class Failing(Trainer):
-    """Runs out of memory in the forward passes with the numbers in `fails`, counted over all passes of the process."""
-
-    fails: tuple[int, ...] = ()
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        passes = count(1)
-
-        def fail(*_: object) -> None:
-            if next(passes) in self.fails:
-                raise torch.OutOfMemoryError("injected")
-
-        self.model.register_forward_pre_hook(fail)
-
-
 def test_loss_check_that_runs_out_of_memory_is_skipped(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     stock = train(tmp_path, arguments=arguments(tmp_path))
-    fails = type("Fails", (Failing,), {"fails": (2,)})
+    fails = failing_in_forward(Trainer, 2)
     assert difference(train(tmp_path, AdaptiveArguments(), base=fails, arguments=arguments(tmp_path)), stock) == 0.0
     assert "the check of the loss ran out of memory, so it is skipped" in caplog.text
     again = train(tmp_path, AdaptiveArguments(), base=fails, faults=[(3, 40)], arguments=arguments(tmp_path))

@@ -245,6 +245,13 @@ def test_reduction_of_a_loss_is_found_by_experiment(folder: Path, dataset: type)
     assert difference(ours, theirs) < 1e-6
 
 
+def test_means_of_batches_are_averaged_like_stock_also_after_a_recovery(folder: Path) -> None:
+    options = {"base": Means, "train_dataset": PartlyTargets(), "arguments": arguments(folder)}
+    ours = train(folder, AS_IT_IS, faults=[(2, 40), (4, 300)], **options)
+    assert ours.column("microbatch_rows")[-1] == 1
+    assert difference(ours, train(folder, **options)) < 1e-6
+
+
 class Plain(torch.nn.Module):
     """A causal model that transformers does not know, and therefore not that its loss shifts labels."""
 

@@ -131,6 +131,38 @@ def test_loss_that_communicates_equals_that_of_stock(sharded: bool, tmp_path: Pa
         assert max(found.values()) < 1e-6, found
 
 
+def train_and_fail_in_forward(placement: str, here: Path, numbers: list[int]) -> dict[int, float]:
+    """Collective: the differences from stock if a forward pass runs out of memory, in training or evaluation, or in the
+    check of the loss."""
+    from transformers import Trainer
+
+    from tests.hf.trainers import Counting, arguments, difference, failing_in_forward, train, use_fsdp2
+    from torchtune_adaptive.hf import AdaptiveArguments
+
+    if placement == "FSDP2":
+        use_fsdp2()
+
+    def run(adaptive: AdaptiveArguments | None, base: type) -> Any:
+        evaluates = arguments(here, max_steps=3, gradient_accumulation_steps=2, eval_strategy="steps", eval_steps=1)
+        return train(here, adaptive, base=base, eval_dataset=Counting(16), arguments=evaluates)
+
+    stock = run(None, Trainer)
+    return {
+        number: difference(run(AdaptiveArguments(), failing_in_forward(Trainer, number)), stock) for number in numbers
+    }
+
+
+@pytest.mark.parametrize(("placement", "ranks"), [("one process", 1), ("DDP", 2), ("FSDP2", 2)])
+def test_out_of_memory_error_in_any_forward_pass_does_not_change_training(
+    placement: str, ranks: int, tmp_path: Path
+) -> None:
+    every = int(os.environ.get("TORCHTUNE_ADAPTIVE_EVERY", "4"))
+    numbers = [*range(1, 25, every)]  # 3 passes of the check, 6 of training and 12 of evaluation, and repeated ones
+    found = run_on_ranks(ranks, train_and_fail_in_forward, placement, tmp_path, numbers, in_group=False, timeout_s=300)
+    assert found == [found[0]] * ranks
+    assert max(found[0].values()) < 1e-6, found[0]
+
+
 def test_failure_at_any_operation_of_a_step_does_not_change_training() -> None:
     from tests.hf.faults import COUNTED, sweep
 
@@ -187,9 +219,10 @@ ACCELERATE = ["-m", "accelerate.commands.launch", "--multi_gpu", "--num_processe
     [
         (TORCHRUN, ["examples/transformers_trainer.py", "--memory_limit", "5MiB"]),
         (ACCELERATE, ["examples/transformers_trainer.py", "--memory_limit", "5MiB"]),
+        (TORCHRUN, ["examples/transformers_trainer.py", "--memory_limit", "5MiB", "--fsdp2"]),
         (TORCHRUN, ["examples/sft_trl.py", "--memory_limit", "24MiB"]),
     ],
-    ids=["torchrun", "accelerate launch", "TRL"],
+    ids=["torchrun", "accelerate launch", "FSDP2 without accelerate", "TRL"],
 )
 def test_examples_recover_from_running_out_of_memory(launcher: list[str], example: list[str]) -> None:
     if example[0] == "examples/sft_trl.py":

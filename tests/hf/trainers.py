@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest.mock import patch
@@ -109,6 +110,23 @@ class Faulty(AdaptiveMixin):
             for step, operation in self.faults:
                 injector.fail_at(rank=self.failing_rank, step=step, operation=operation)
             return super().training_step(model, *args, **kwargs)
+
+
+def failing_in_forward(base: type, number: int) -> type:
+    """Return a subclass of a Trainer that runs out of memory in this forward pass of the process, on the last rank."""
+
+    class Fails(base):  # type: ignore[misc, valid-type]
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            passes = count(1)
+
+            def fail(*_: object) -> None:
+                if next(passes) == number and self.args.process_index == self.args.world_size - 1:
+                    raise torch.OutOfMemoryError("injected")
+
+            self.model.register_forward_pre_hook(fail)
+
+    return Fails
 
 
 def train(
