@@ -46,7 +46,7 @@ class Sweeping(AdaptiveMixin):
             if step == COUNTED:
                 self._limit = runner.state_dict()
                 faults.count(rank=dist.get_rank(), step=step)
-            elif operation <= self.operations:
+            elif step > COUNTED and operation <= self.operations:
                 runner.load_state_dict({**runner.state_dict(), "size": self._limit["size"]})
                 faults.fail_at(rank=step % dist.get_world_size(), step=step, operation=operation)
                 self.injected += 1

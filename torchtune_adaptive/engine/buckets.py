@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from functools import partial
 from itertools import accumulate, chain
 from operator import or_
+from threading import Lock
 from zlib import crc32
 
 import torch
@@ -52,24 +53,35 @@ class Bucket:
         self.reductions: list[list[Tensor]] = []
         """For each reduction of this bucket, the gradients of all parameters."""
 
+    @torch.no_grad()
     def take(self) -> Tensor:
         """Move the gradients of this rank from `grad` into one tensor, and divide it by the number of ranks."""
         gradients = [each.grad for each in self.parameters]
+        for each in self.parameters:
+            each.grad = None
+        self.has_gradient = [has or each is not None for has, each in zip(self.has_gradient, gradients, strict=True)]
         alone = gradients[0] if len(gradients) == 1 else None
         if alone is not None and self._is_sparse:
-            flat = alone if alone.is_sparse else alone.to_sparse(1)
+            views = [(alone if alone.is_sparse else alone.to_sparse(1)).div_(world_size())]
         elif alone is not None and not alone.is_sparse and alone.stride() == self._strides[0]:
-            flat = alone
+            views = [alone.div_(world_size())]
+        elif self._is_sparse:
+            views = [self.zeros()]
         else:
-            flat = self.zeros()
-        views = [flat]
-        if flat is not alone and not self._is_sparse:
-            starts = zip(self.parameters, self._strides, [0, *self._ends], strict=False)
-            views = [flat.as_strided(each.shape, strides, start) for each, strides, start in starts]
-            present = [(view, each) for view, each in zip(views, gradients, strict=True) if each is not None]
-            if present:
-                torch._foreach_copy_([view for view, _ in present], [each for _, each in present])
-        flat.div_(world_size())
+            return self._copy(gradients)
+        self.reductions.append(views)
+        return views[0]
+
+    def _copy(self, gradients: list[Tensor | None]) -> Tensor:
+        first = self.parameters[0]
+        flat = torch.empty(self._ends[-1], dtype=_dtype_of(first), device=first.device)
+        starts = zip(self.parameters, self._strides, [0, *self._ends], strict=False)
+        views = [flat.as_strided(each.shape, strides, start) for each, strides, start in starts]
+        for view, gradient in zip(views, gradients, strict=True):
+            if gradient is None:
+                view.zero_()
+            else:
+                torch.div(gradient.to_dense() if gradient.is_sparse else gradient, world_size(), out=view)
         self.reductions.append(views)
         return flat
 
@@ -94,6 +106,7 @@ class GradientBuckets:
         self._reduced = 0  # number of reductions in this attempt
         self._order_known = False  # True if the `last` of every bucket is set
         self._tries = TRIES  # to find this order
+        self._lock = Lock()  # autograd has a thread for each device
 
     def assign(self, parameters: Iterable[nn.Parameter]) -> None:
         """Assign the trained ones of these parameters to buckets. All ranks must train the same parameters."""
@@ -128,7 +141,8 @@ class GradientBuckets:
                 hook.remove()
         if finds_order:
             self._find_order(fired)
-        self._reduce(self._buckets[self._reduced :])
+        for bucket in self._buckets[self._reduced :]:
+            self._send(bucket.take())
         self._wait()
 
     def _find_order(self, fired: Sequence[Tensor]) -> None:
@@ -141,18 +155,10 @@ class GradientBuckets:
 
     def _complete(self, bucket: Bucket, _: Tensor) -> None:
         """Collective: reduce this bucket and those that were waiting for it."""
-        bucket.is_complete = True
-        while self._reduced < len(self._buckets) and self._buckets[self._reduced].is_complete:
-            self._reduce([self._buckets[self._reduced]])
-
-    @torch.no_grad()
-    def _reduce(self, buckets: Iterable[Bucket]) -> None:
-        """Collective."""
-        for bucket in buckets:
-            self._send(bucket.take())
-            for index, parameter in enumerate(bucket.parameters):
-                bucket.has_gradient[index] |= parameter.grad is not None
-                parameter.grad = None
+        with self._lock:
+            bucket.is_complete = True
+            while self._reduced < len(self._buckets) and self._buckets[self._reduced].is_complete:
+                self._send(self._buckets[self._reduced].take())
 
     def _send(self, tensor: Tensor) -> None:
         """Collective."""
@@ -192,7 +198,8 @@ class GradientBuckets:
     def finish(self, agreement: Agreement, *, any_left: bool, same_parameters: bool) -> None:
         """Collective if any rank has gradients that are not reduced, or if they belong to other parameters: put the
         means into `grad`. A gradient that is None counts as zeros. If it is None on all ranks, it stays None."""
-        self._reduce(self._buckets * any_left)
+        for bucket in self._buckets * any_left:
+            self._send(bucket.take())
         self._wait()
         has_gradient = [*self._has_gradient()]
         on_any_rank = iter(has_gradient if same_parameters else agreement.any_rank(has_gradient))
@@ -213,7 +220,8 @@ def _dtype_of(parameter: nn.Parameter) -> torch.dtype:
 
 def _buckets_of(model: nn.Module, parameters: Sequence[nn.Parameter]) -> Iterator[Bucket]:
     """Yield the buckets in the order in which a backward probably completes them."""
-    sparse = {id(each.weight) for each in model.modules() if getattr(each, "sparse", False) and hasattr(each, "weight")}
+    embeddings = (each for each in model.modules() if isinstance(each, nn.Embedding | nn.EmbeddingBag))
+    sparse = {id(each.weight) for each in embeddings if each.sparse}
     buckets: list[list[nn.Parameter]] = []
     open_buckets: dict[object, list[nn.Parameter]] = {}
     for parameter in reversed(parameters):

@@ -111,6 +111,7 @@ class Layers(nn.Module):
         self.embedding = nn.Embedding(16, 8, sparse=way == "sparse")
         self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(6))
         self.layers[2].requires_grad_(False)
+        self.layers[3].weight.data = self.layers[3].weight.data.t()  # gradients get the strides of the parameters
         self.bf16_layer = nn.Linear(8, 8, dtype=torch.bfloat16)
         self.never_used = nn.Linear(8, 8)
         if way == "shared":
@@ -149,9 +150,19 @@ class Compared(NamedTuple):
     recoveries: int
     errors: list[float]
     """The largest difference from the gradients of plain microbatches, averaged over ranks, by step."""
-    same_none: bool
+    alike: bool
+    """True if the same gradients are None and sparse, and all others have the strides of their parameters."""
     reduced_early: bool
     """True if the last step has reduced a bucket before its backward has reached the embedding."""
+
+
+WAYS_TO_RUN = ((6, False), (2, False), (3, True))
+"""Rows of a microbatch, and whether each step fails once."""
+
+
+def runs_of(way: str) -> list[Compared]:
+    """Collective."""
+    return [steps_of(way, rows, fails) for rows, fails in WAYS_TO_RUN]
 
 
 def steps_of(way: str, rows: int, fails: bool) -> Compared:
@@ -166,7 +177,7 @@ def steps_of(way: str, rows: int, fails: bool) -> Compared:
         return Totals(model.backward(samples), 1)
 
     runner = StepRunner(model, forward_backward, kind=KIND, limit=RowLimit(rows))
-    errors, same_none, before = [], True, 0
+    errors, alike, before = [], True, 0
     for step in range(6):
         for each in (model, plain):
             each.layers[0].bias.requires_grad_(step > 3)
@@ -184,21 +195,22 @@ def steps_of(way: str, rows: int, fails: bool) -> Compared:
         worst = 0.0
         for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
             mean = mean_of(theirs)
-            same_none &= (ours.grad is None) == (mean is None)
+            alike &= (ours.grad is None) == (mean is None)
             if ours.grad is not None and mean is not None:
-                same_none &= ours.grad.is_sparse == (way == "sparse" and ours is model.embedding.weight)
+                alike &= ours.grad.is_sparse or ours.grad.stride() == ours.stride()
+                alike &= ours.grad.is_sparse == (way == "sparse" and ours is model.embedding.weight)
                 scale = mean.abs().max().clamp(min=1e-9) * (2**16 if mean.dtype == torch.bfloat16 else 1)
                 worst = max(worst, ((ours.grad.to_dense() - mean).abs().max() / scale).item())
         errors.append(worst)
-    return Compared(runner.recoveries, errors, same_none, seen[-1] > before)
+    return Compared(runner.recoveries, errors, alike, seen[-1] > before)
 
 
 @pytest.mark.parametrize("way", ["plain", "unused", "shared", "reentrant", "twice", "changing", "sparse"])
 def test_gradients_are_means_of_plain_gradients_in_every_step(way: str) -> None:
-    for rows, fails in ((6, False), (2, False), (3, True)):
-        for compared in run_on_ranks(2, steps_of, way, rows, fails):
+    for runs in run_on_ranks(2, runs_of, way):
+        for compared, (rows, fails) in zip(runs, WAYS_TO_RUN, strict=True):
             assert max(compared.errors) < 1e-6, (rows, fails, compared)
-            assert compared.same_none, (rows, fails, compared)
+            assert compared.alike, (rows, fails, compared)
             assert bool(compared.recoveries) == fails
             if not fails:
                 assert compared.reduced_early == (way not in ("reentrant", "twice")) or way == "changing", compared
