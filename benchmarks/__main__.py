@@ -17,6 +17,7 @@ BENCHMARKS = (
     "overhead",
     "startup",
     "trainer",
+    "ddp",
     "saves",
     "searches",
     "strategies",

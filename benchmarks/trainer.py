@@ -30,7 +30,7 @@ def run(pairs: int) -> Result:
         "of step 8 minus those of other steps, divided by those of other steps. There is a check before steps 1, 2, 4, "
         "8 and so on."
     )
-    cases = [("one process", 1, 2), ("FSDP2", 2, 1), ("FSDP2", 2, 4)]
+    cases = [("one process", 1, 2), ("FSDP2", 2, 1), ("FSDP2", 2, 4), ("DDP", 2, 1), ("DDP", 2, 4)]
     return Result([measure(*case, pairs) for case in cases], note)
 
 

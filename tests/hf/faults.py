@@ -1,6 +1,7 @@
 """Inject an out-of-memory error at each operation of a step of `Trainer.train()`, and compare with stock.
 
 torchrun --nproc_per_node 2 -m tests.hf.faults [EVERY [FIRST]]   every operation, or every EVERY-th from the FIRST on
+torchrun --nproc_per_node 2 -m tests.hf.faults EVERY FIRST DDP   under DDP in place of FSDP2
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from tests.hf.trainers import Counting, arguments, difference, train, use_fsdp2
 from torchtune_adaptive.hf import AdaptiveArguments, AdaptiveMixin
 from torchtune_adaptive.testing import FaultInjector
 
-COUNTED = 2
-"""The step whose operations are counted; in each later step, one of them fails."""
+COUNTED = 3
+"""The step whose operations are counted; in each later step, one of them fails. Gradients are reduced as later."""
 
 
 class Swept(NamedTuple):
@@ -45,7 +46,7 @@ class Sweeping(AdaptiveMixin):
             if step == COUNTED:
                 self._limit = runner.state_dict()
                 faults.count(rank=dist.get_rank(), step=step)
-            elif operation <= self.operations:
+            elif step > COUNTED and operation <= self.operations:
                 runner.load_state_dict({**runner.state_dict(), "size": self._limit["size"]})
                 faults.fail_at(rank=step % dist.get_world_size(), step=step, operation=operation)
                 self.injected += 1
@@ -57,9 +58,10 @@ class Sweeping(AdaptiveMixin):
         return loss
 
 
-def sweep(every: int, steps: int, first: int = 1) -> Swept:
+def sweep(every: int, steps: int, first: int = 1, *, sharded: bool = True) -> Swept:
     """Collective."""
-    use_fsdp2()
+    if sharded:
+        use_fsdp2()
     with tempfile.TemporaryDirectory() as folder:
         options: dict[str, Any] = {
             "arguments": arguments(Path(folder), max_steps=steps, learning_rate=1e-3, gradient_accumulation_steps=2),
@@ -82,5 +84,5 @@ def sweep(every: int, steps: int, first: int = 1) -> Swept:
 
 
 if __name__ == "__main__":
-    every, first = [*map(int, sys.argv[1:]), 1, 1][:2]
-    print(sweep(every, COUNTED + 1 + 1700 // every, first))
+    every, first = [*map(int, sys.argv[1:3]), 1, 1][:2]
+    print(sweep(every, COUNTED + 1 + 1700 // every, first, sharded="DDP" not in sys.argv))

@@ -169,15 +169,15 @@ def test_only_hf_imports_transformers() -> None:
     assert {room_of(name) for name in MODULES if imports(MODULES[name], "transformers")} == {"hf"}
 
 
-def test_below_tune_only_three_modules_communicate() -> None:
-    """A fourth module imports torch's FSDP2."""
+def test_below_tune_only_four_modules_communicate() -> None:
+    """A fifth module imports torch's FSDP2."""
 
     def speaks(path: Path) -> bool:
         return any(name.startswith("torch.distributed") for name in [*imported(path), *dotted_uses(path)])
 
     rehearsing = modules_in({"rehearse"})  # it replaces the communication functions
     speaking = {name for name in library() - rehearsing if speaks(MODULES[name])}
-    assert speaking == {"engine.ranks", "engine.collectives", "engine.fsdp", "engine.ghost"}
+    assert speaking == {"engine.ranks", "engine.collectives", "engine.buckets", "engine.fsdp", "engine.ghost"}
 
 
 @pytest.mark.parametrize("name", sorted(modules_in(WITHOUT_TORCH)))

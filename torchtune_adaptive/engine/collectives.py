@@ -344,10 +344,23 @@ class CollectiveLedger:
         if self._to_skip > 0:
             self._to_skip -= 1
             return None
+        device, group = collective.device.type, collective.group
+        return self.issue_unrecorded("an FSDP collective", call, device, group, async_op=async_op)
+
+    def issue_unrecorded(
+        self,
+        what: str,
+        call: Callable[..., dist.Work | None],
+        device_type: str,
+        group: dist.ProcessGroup | None = None,
+        *,
+        async_op: bool,
+    ) -> dist.Work | None:
+        """Collective: as `issue`, but do not add the collective to the record of the microbatch."""
         # On gloo, wait() allocates, so memory may run out after peers have matched the collective. Therefore issue it
         # asynchronously, count it, then wait. On NCCL, wait() does not allocate, and an asynchronous call would use
         # another stream, so the call stays as FSDP made it.
-        on_gloo = backend_for(collective.device.type, collective.group) == "gloo"
+        on_gloo = backend_for(device_type, group) == "gloo"
         wait_here = not async_op and on_gloo
         messages, position = self._messages(), self.position
 
@@ -357,7 +370,7 @@ class CollectiveLedger:
 
         self._issuing = True
         try:
-            with explaining_failures("an FSDP collective", already_matched):
+            with explaining_failures(what, already_matched):
                 work = call(async_op=async_op or wait_here)
                 self.position += 1
                 self._fsdp_messages += self._messages() - messages
@@ -368,6 +381,16 @@ class CollectiveLedger:
             return work
         finally:
             self._issuing = False
+
+    @property
+    def only_whole_models(self) -> bool:
+        """True if no model is sharded, and ranks do not exchange activations."""
+        return not (self._roots or self._ghosts)
+
+    @property
+    def saw_other_messages(self) -> bool:
+        """True if a microbatch of this stage has sent messages outside FSDP on this rank."""
+        return self._record.non_fsdp_messages > 0
 
     @property
     def reduces_once(self) -> bool:

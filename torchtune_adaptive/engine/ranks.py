@@ -138,6 +138,13 @@ class Agreement:
                 dist.all_reduce(self._tensor, group=self._group)  # rows do not overlap: the sum is the table
         return [tuple(cells[start : start + width]) for start in range(0, len(cells), width)]
 
+    def any_rank(self, flags: Sequence[bool]) -> list[bool]:
+        """Collective: return for each flag whether it is True on any rank."""
+        on_ranks = torch.tensor(flags, dtype=torch.uint8)
+        with explaining_failures("the agreement on gradients"):
+            dist.all_reduce(on_ranks, dist.ReduceOp.MAX, group=self._group)
+        return [*map(bool, on_ranks.tolist())]
+
 
 class EqualSteps:
     """Checks that all ranks run the same number of samples and microbatches, without a collective.
@@ -235,20 +242,6 @@ def sum_over_ranks(value: torch.Tensor) -> torch.Tensor:
         with explaining_failures("the reduction of the loss"):
             dist.all_reduce(total)
     return total
-
-
-def average_gradients(parameters: Iterable[nn.Parameter]) -> None:
-    """Collective: average the gradients of whole models over all ranks, as FSDP does for sharded models. A gradient
-    that is None counts as zeros. If it is None on all ranks, it stays None."""
-    every = list(parameters)
-    has_gradient = torch.tensor([each.grad is not None for each in every], dtype=torch.int32, device=every[0].device)
-    with explaining_failures("the mean of the gradients"):
-        dist.all_reduce(has_gradient, dist.ReduceOp.MAX)
-        for parameter, on_any_rank in zip(every, has_gradient.tolist(), strict=True):
-            if on_any_rank:
-                parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-                dist.all_reduce(parameter.grad)
-                parameter.grad /= world_size()
 
 
 def compare_replicas(models: Iterable[nn.Module]) -> None:

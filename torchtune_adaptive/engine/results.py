@@ -112,7 +112,9 @@ class AttemptReport(NamedTuple):
     non_fsdp_messages: int = 0
     """The most messages that a microbatch has sent outside FSDP."""
     gradients: int = 0
-    """1 if the attempt left gradients. Only set if no attempt has succeeded yet, or if gradients must be averaged."""
+    """1 if the attempt left gradients that are not reduced. Under FSDP, only set if no attempt has succeeded yet."""
+    with_gradients: int = 0
+    """A checksum of the parameters of a whole model that have gradients."""
     step: int = 0
     """The number of the step; 0 in a probe of a search."""
     names: int = 0

@@ -32,6 +32,7 @@ from typing import Generic, Literal, NamedTuple, TypeAlias, TypeVar
 from torch import nn
 
 from torchtune_adaptive.engine import fsdp
+from torchtune_adaptive.engine.buckets import GradientBuckets
 from torchtune_adaptive.engine.collectives import CollectiveLedger
 from torchtune_adaptive.engine.governor import EXHAUSTED, RECOVERY, Change, Governor, LimitState, in_step
 from torchtune_adaptive.engine.limits import Limit, MicrobatchSize
@@ -41,7 +42,6 @@ from torchtune_adaptive.engine.plans import Plan, load_of, plan_step, size_of, s
 from torchtune_adaptive.engine.ranks import (
     Agreement,
     EqualSteps,
-    average_gradients,
     comes_from_a_collective,
     compare_replicas,
     explaining_failures,
@@ -191,8 +191,8 @@ class StepRunner(Generic[Sample]):
 
     Args:
         model: sharded by FSDP2 or whole. If several ranks hold whole models, microbatches must not communicate: call
-            the module inside DistributedDataParallel, not the wrapper. Gradients are averaged after all ranks have
-            succeeded.
+            the module inside DistributedDataParallel, not the wrapper. The runner averages gradients over the ranks.
+            From the second step on, it does so in the last microbatch, after which gradients are None until `run` ends.
         forward_backward: runs one microbatch. It collates the given samples, runs forward and backward on the sum of
             their losses, and returns the totals. It must not divide the loss by a number that differs between
             microbatches, such as their tokens, because a repeated step splits the samples differently. To train on the
@@ -243,7 +243,8 @@ class StepRunner(Generic[Sample]):
         self._reduces_once, self._complete_steps = False, 0
         self._equal_steps = EqualSteps(enabled=self._ledger.uses_ghost_passes or self._gathers_from_all)
         self._is_whole = fsdp.is_whole(model)
-        self._averages_gradients = world_size() > 1 and self._is_whole
+        averages = world_size() > 1 and self._is_whole
+        self._buckets = GradientBuckets(model, self._ledger.issue_unrecorded) if averages else None
         self.measure_memory(None)
 
     @property
@@ -364,11 +365,14 @@ class StepRunner(Generic[Sample]):
             raise ValueError("a step needs at least 1 sample on every rank, but this rank got 0")
         if self.trains is None and self._is_whole != fsdp.is_whole(self.model):
             raise ValueError("the model was sharded after its StepRunner was created: shard it first")
-        if _has_gradients(self.model):
+        parameters = [*self.model.parameters()]
+        if any(each.grad is not None for each in parameters):
             raise ValueError(
                 "parameters have gradients from before this step, which would be added to those of the step; "
                 "call optimizer.zero_grad(set_to_none=True) after every optimizer.step()"
             )
+        if self._buckets:
+            self._buckets.assign(parameters)
 
     def _plan(self, lengths: list[int]) -> Plan:
         """Return a plan with equally many microbatches on all ranks.
@@ -421,9 +425,12 @@ class StepRunner(Generic[Sample]):
         try:
             owned = self.recovery.owned_by(self.model)
             self._ledger.begin_attempt(len(microbatches), owned, self.stage, reduce_once=reduce_once)
+            if self._buckets:
+                self._buckets.begin()
             for number, microbatch in enumerate(microbatches):
                 target_tokens = totals.target_tokens if totals else 0
-                totals = self._run_microbatch(number, microbatch, totals)
+                reduces = self._reduces_in_attempt and number == len(microbatches) - 1
+                totals = self._run_microbatch(number, microbatch, totals, self._buckets if reduces else None)
                 if totals is None:
                     self._drain(microbatches, samples[0])
                     return number
@@ -437,11 +444,22 @@ class StepRunner(Generic[Sample]):
         assert totals is not None, "a plan has at least one microbatch"
         return totals
 
-    def _run_microbatch(self, number: int, microbatch: Sequence[Sample], totals: Totals | None) -> Totals | None:
-        """Collective: run a microbatch and add it to the totals. Return None if memory runs out."""
+    @property
+    def _reduces_in_attempt(self) -> bool:
+        """True if the last microbatch averages the gradients of whole models. Equal on all ranks. It is False in the
+        first attempt, which shows whether this stage has gradients, and if other models communicate."""
+        return self._buckets is not None and bool(self.trains) and self._ledger.only_whole_models
+
+    def _run_microbatch(
+        self, number: int, microbatch: Sequence[Sample], totals: Totals | None, buckets: GradientBuckets | None
+    ) -> Totals | None:
+        """Collective: run a microbatch and add it to the totals. Return None if memory runs out. If there are buckets,
+        reduce gradients."""
         try:
             self._ledger.begin_microbatch(number)
-            with self._context_for("microbatch"), self._ledger.listening():
+            # if other code communicates in the backward, too, the order of collectives could differ between ranks
+            reducing = buckets.reducing(overlaps=not self._ledger.saw_other_messages) if buckets else nullcontext()
+            with self._context_for("microbatch"), self._ledger.listening(), reducing:
                 added = Totals.of(self._forward_backward(microbatch))
             self._ledger.end_microbatch()
             return added if totals is None else totals.plus(added)
@@ -471,6 +489,8 @@ class StepRunner(Generic[Sample]):
                         # FSDP's collectives do not depend on the sample, so any sample may be passed to the filler
                         lambda: self._forward_backward([self.kind.filler(sample)]),
                     )
+                    if self._buckets and self._reduces_in_attempt:
+                        self._buckets.drain()
                 return
             except Exception as error:
                 if not is_oom(error):
@@ -492,6 +512,8 @@ class StepRunner(Generic[Sample]):
     def _discard(self) -> None:
         """Reset FSDP and drop all gradients. They all come from this step, because it began without gradients."""
         self._ledger.reset()
+        if self._buckets:
+            self._buckets.reset()
         self.model.zero_grad(set_to_none=True)
 
     def _recover(self, reports: AttemptReports, rng: RngState, step: int, began: float) -> None:
@@ -521,6 +543,10 @@ class StepRunner(Generic[Sample]):
             reported_size = sizes[outcome]
         elif reading.retries:
             reported_size = max(sizes, key=lambda size: size.padded_tokens)
+        if self._buckets:
+            has_gradients, with_gradients = self._buckets.describe()
+        else:
+            has_gradients, with_gradients = self.trains is None and _has_gradients(self.model), 0
         row_lengths = None if kind.row_lengths_of is None else [*map(kind.row_lengths_of, samples)]
         mine = AttemptReport(
             microbatch=reported_size,
@@ -534,7 +560,8 @@ class StepRunner(Generic[Sample]):
             upcoming_microbatches=upcoming_microbatches,
             stop_requested=self.recovery.stop_requested(),
             non_fsdp_messages=self._ledger.non_fsdp_messages,
-            gradients=(self.trains is None or self._averages_gradients) and _has_gradients(self.model),
+            gradients=has_gradients,
+            with_gradients=with_gradients,
             step=self.current_step or 0,
             names=zlib.crc32(repr(sorted(totals.sums)).encode()) if totals else 0,
         )
@@ -565,7 +592,8 @@ class StepRunner(Generic[Sample]):
                     "this stage has left gradients in the model of another stage, which a failed attempt would not "
                     "drop: give each trained model its own StepRunner, or put both models into one parent module"
                 )
-        if gradients and self._averages_gradients:
+        if self._buckets:
+            same_parameters = len({report.with_gradients for report in reports}) == 1
             with fatal_on_oom(
                 lambda _: UnrecoverableError(
                     f"out of memory on rank {rank()} while averaging gradients, which cannot be repeated",
@@ -573,7 +601,7 @@ class StepRunner(Generic[Sample]):
                     Remedy.LARGER_BUDGET,
                 )
             ):
-                average_gradients(self.model.parameters())
+                self._buckets.finish(self.recovery.agreement, any_left=gradients, same_parameters=same_parameters)
         return result_of(totals, reports, len(plan), recoveries)
 
     def _exhausted(self, change: Change, reports: AttemptReports) -> LimitExhaustedError:

@@ -8,9 +8,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from tests.distributed.faults.fault_variants import Failing, fail_there, operations_of
 from tests.distributed.models import Gradients, gradients_equal, gradients_of, runner_of
+from torchtune_adaptive.engine.fsdp import is_whole
 from torchtune_adaptive.engine.results import Totals
 from torchtune_adaptive.engine.step import Recovery, StepRunner
 from torchtune_adaptive.testing import FaultInjector
@@ -36,6 +38,15 @@ class Step(NamedTuple):
             and torch.equal(self.grad_norm, other.grad_norm)
             and torch.equal(self.rng, other.rng)
         )
+
+
+def average_gradients(model: nn.Module) -> None:
+    """Collective: average the gradients of a whole model over ranks. Without a small size of buckets, it has one."""
+    gradients = [each.grad for each in reversed([*model.parameters()]) if each.grad is not None]
+    flat = torch.cat([each.flatten() for each in gradients]) / dist.get_world_size()
+    dist.all_reduce(flat)
+    for gradient, mean in zip(gradients, flat.split([each.numel() for each in gradients]), strict=True):
+        gradient.copy_(mean.view_as(gradient))
 
 
 class Bench:
@@ -69,6 +80,8 @@ class Bench:
                 self.model.set_requires_all_reduce(start + rows >= len(self.samples))
             totals = self.forward_backward(self.samples[start : start + rows])
             loss_sum, target_tokens = loss_sum + totals.loss_sum, target_tokens + totals.target_tokens
+        if is_whole(self.model):
+            average_gradients(self.model)
         over_ranks = torch.tensor([loss_sum.item(), target_tokens], dtype=torch.float64)
         dist.all_reduce(over_ranks)
         loss, tokens = over_ranks.tolist()
@@ -104,9 +117,11 @@ class Bench:
         return runner
 
     def warm_up(self, runner: StepRunner[Tensor], place: int = 0) -> None:
-        """Collective: run the steps that a runner needs before it reduces gradients once per step. For every second
-        place, run one step more, so that the collectives of such a step are recorded."""
-        for _ in range((2 + place % 2) * self.case.reduce_once):
+        """Collective: run the steps that a runner needs before it reduces gradients once per step, or in the backward
+        of a whole model. For every second place, run one step more, so that the collectives of such a step are
+        recorded."""
+        in_backward = is_whole(self.model) and not self.case.first_pass
+        for _ in range((2 + place % 2) * self.case.reduce_once + 2 * in_backward):
             self.disturbed(runner, None)
 
     def _start(self) -> None:
@@ -116,5 +131,6 @@ class Bench:
     def _outcome(self, totals: Totals) -> Step:
         gradients, rng, norm = gradients_of(self.model), torch.get_rng_state(), torch.zeros(())
         if self._clips:
-            norm = nn.utils.clip_grad_norm_(self.model.parameters(), 1.0).full_tensor()
+            norm = nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+            norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
         return Step(gradients, totals.loss_sum.item(), totals.target_tokens, norm, rng)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from tests.distributed.faults.bench import Bench, ForwardBackward, Parts
 from tests.distributed.models import ModelConfig, build, forward_backward_of, frozen, samples_of
+from torchtune_adaptive.engine import buckets
 from torchtune_adaptive.engine.results import Totals
 
 
@@ -31,6 +32,8 @@ class Case:
     error: Callable[[str], Exception] = torch.OutOfMemoryError
     reduce_once: bool = False
     """Reduce-scatter gradients only in the last microbatch of a step, until a rank runs out of memory."""
+    bucket_bytes: int | None = None
+    """The size of the buckets of a whole model."""
     with_frozen_model: bool = False
     """Call a frozen model in each microbatch too, so that collectives of two models interleave."""
     stride: int = 1
@@ -45,6 +48,7 @@ class Case:
 JOINED = ModelConfig(joined=True, dropout=0.0)
 HYBRID = ModelConfig(replicas=2)
 OFFLOADED = ModelConfig(offload=True)
+WHOLE, WHOLE_LORA = ModelConfig(sharded=False), ModelConfig(sharded=False, lora=True, checkpointing="full")
 
 CASES = (
     Case("plain"),
@@ -110,11 +114,20 @@ CASES = (
     Case("offloaded, full checkpointing", replace(OFFLOADED, checkpointing="full"), stride=5),
     Case("offloaded, bf16", replace(OFFLOADED, bf16=True), stride=5),
     Case("offloaded, hybrid", replace(OFFLOADED, replicas=2), 4, stride=5),
+    Case("whole", WHOLE, bucket_bytes=4096),
+    Case("whole, both ranks fail", WHOLE, failing=(0, 1), bucket_bytes=4096, stride=7),
+    Case("whole, 3 ranks, two fail", WHOLE, 3, (0, 2), stride=7),
+    Case("whole, fails in the retry too", WHOLE, rows=4, again="retry", bucket_bytes=4096, stride=7),
+    Case("whole, fails in the drain too", WHOLE, rows=4, again="drain", bucket_bytes=4096, stride=7),
+    Case("whole, first pass", WHOLE, first_pass=True, stride=5),
+    Case("whole, lora, full checkpointing", WHOLE_LORA, bucket_bytes=1024, stride=3),
 )
 
 
 def parts_of(case: Case) -> Parts:
     """Collective: build the models of a case."""
+    if case.bucket_bytes is not None:
+        buckets.FIRST_BYTES = buckets.MOST_BYTES = case.bucket_bytes
     models = [build(case.model)]
     forward_backward = forward_backward_of(models[0], joined=case.model.joined)
     if case.with_frozen_model:

@@ -42,6 +42,7 @@ def sweep(case: AnyCase, at_most: int = sys.maxsize, only_collectives: bool = Fa
     runner = bench.new_runner()
     if not case.first_pass:
         bench.disturbed(runner, None)
+        bench.warm_up(runner)
     gc.collect()
     gc.freeze()  # releasing memory collects garbage, and torch has many objects
     injected = recovered = wrong = 0

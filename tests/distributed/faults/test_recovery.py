@@ -37,6 +37,8 @@ SAMPLED_NAMES = {
     *("without padding", "without padding, fails in the drain too", "with a frozen model", "offloaded"),
     *("hybrid", "hybrid, fails in the drain too", "head in chunks, hybrid"),
     *("reduce once", "reduce once, fails in the drain too", "reduce once, head in chunks"),
+    *("whole", "whole, both ranks fail", "whole, 3 ranks, two fail", "whole, fails in the drain too"),
+    *("whole, fails in the retry too", "whole, lora, full checkpointing"),
 }
 """Cases that differ in communication and stored tensors, and a few that differ in failing ranks."""
 SAMPLED_CASES = [case for case in CASES if case.name in SAMPLED_NAMES]
@@ -52,6 +54,8 @@ SAMPLED_CASES = [case for case in CASES if case.name in SAMPLED_NAMES]
     "hybrid",
     "with_a_frozen_model",
     "offloaded",
+    "whole",
+    "whole-3_ranks-two_fail",
 )
 @pytest.mark.parametrize("case", SAMPLED_CASES, ids=lambda case: case.name.replace(", ", "-").replace(" ", "_"))
 def test_gradient_after_recovery_is_bitwise_that_of_plain_fsdp(case: Case):

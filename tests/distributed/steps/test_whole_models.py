@@ -1,18 +1,22 @@
-"""Ranks that hold whole models: gradients are averaged once per step, after all ranks have succeeded."""
+"""Ranks that hold whole models: gradients are averaged once per step, in buckets."""
 
+import copy
 import time
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 from tests.distributed.count_collectives import CountCollectives
 from tests.ranks import run_on_ranks
+from torchtune_adaptive.engine import buckets
 from torchtune_adaptive.engine.limits import RowLimit
-from torchtune_adaptive.engine.ranks import LATE_S
+from torchtune_adaptive.engine.ranks import LATE_S, message_counters
 from torchtune_adaptive.engine.results import Totals
 from torchtune_adaptive.engine.step import SampleKind, StepRunner
 from torchtune_adaptive.errors import UnrecoverableError
@@ -88,13 +92,158 @@ def step_of_a_whole_model(in_ddp: bool, operation: int | None) -> tuple[int, flo
 
 @pytest.mark.parametrize("in_ddp", [True, False])
 def test_whole_models_recover_the_mean_gradient_of_all_ranks(in_ddp: bool) -> None:
-    parameters = len(list(TwoHeads().parameters()))
     for recoveries, error, collectives in run_on_ranks(2, step_of_a_whole_model, in_ddp, None):
-        assert (recoveries, collectives) == (0, 4 + parameters)
+        assert (recoveries, collectives) == (0, 5)
         assert error < 1e-6
     for recoveries, error, collectives in run_on_ranks(3, step_of_a_whole_model, in_ddp, 15):
-        assert (recoveries, collectives) == (1, 5 + parameters)
+        assert (recoveries, collectives) == (1, 6)
         assert error < 1e-6
+
+
+class Layers(nn.Module):
+    """Layers whose use depends on the way: "plain", "unused" on rank 1 (the others on rank 0), "shared" weights,
+    "reentrant" checkpointing of a shared layer, "twice" (two backwards), "changing" with the sample, or "sparse"."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.way = way
+        self.embedding = nn.Embedding(16, 8, sparse=way == "sparse")
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(6))
+        self.layers[2].requires_grad_(False)
+        self.layers[3].weight.data = self.layers[3].weight.data.t()  # gradients get the strides of the parameters
+        self.bf16_layer = nn.Linear(8, 8, dtype=torch.bfloat16)
+        self.never_used = nn.Linear(8, 8)
+        if way == "shared":
+            self.layers[4].weight = self.layers[1].weight
+
+    def forward(self, sample: Tensor) -> Tensor:
+        found = self.embedding(sample)
+        for number, layer in enumerate(self.layers):
+            if self.way == "unused" and number == 4 * dist.get_rank():
+                continue
+            if self.way == "changing" and number == len(sample) % 6:
+                continue
+            if self.way == "reentrant":
+                found = checkpoint(lambda rows, layer=layer: self.layers[1](layer(rows)), found, use_reentrant=True)
+            else:
+                found = layer(found)
+        return self.bf16_layer(found.bfloat16()).float().sin().sum()
+
+    def backward(self, samples: Sequence[Tensor]) -> Tensor:
+        losses = [self(sample) for sample in samples]
+        for loss in losses if self.way == "twice" else [torch.stack(losses).sum()]:
+            loss.backward()
+        return torch.stack(losses).sum().detach()
+
+
+def mean_of(parameter: Tensor) -> Tensor | None:
+    """Collective: return the mean of a gradient over ranks; None if no rank has it."""
+    gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.to_dense()
+    count = torch.tensor(parameter.grad is not None).int()
+    for each in (gradient, count):
+        dist.all_reduce(each)
+    return gradient / dist.get_world_size() if count else None
+
+
+class Compared(NamedTuple):
+    recoveries: int
+    errors: list[float]
+    """The largest difference from the gradients of plain microbatches, averaged over ranks, by step."""
+    alike: bool
+    """True if the same gradients are None and sparse, and all others have the strides of their parameters."""
+    reduced_early: bool
+    """True if the last step has reduced a bucket before its backward has reached the embedding."""
+
+
+WAYS_TO_RUN = ((6, False), (2, False), (3, True))
+"""Rows of a microbatch, and whether each step fails once."""
+
+
+def runs_of(way: str) -> list[Compared]:
+    """Collective."""
+    return [steps_of(way, rows, fails) for rows, fails in WAYS_TO_RUN]
+
+
+def steps_of(way: str, rows: int, fails: bool) -> Compared:
+    """Collective: compare 6 steps with plain microbatches. The bias of the first layer is frozen in the first 4."""
+    buckets.FIRST_BYTES, buckets.MOST_BYTES = 300, 600
+    model, plain = Layers(way), Layers(way)
+    messages = [counter for _, counter in message_counters()]
+    seen: list[int] = []
+    model.embedding.weight.register_hook(lambda _: seen.append(sum(counter() for counter in messages)))
+
+    def forward_backward(samples: Sequence[Tensor]) -> Totals:
+        return Totals(model.backward(samples), 1)
+
+    runner = StepRunner(model, forward_backward, kind=KIND, limit=RowLimit(rows))
+    errors, alike, before = [], True, 0
+    for step in range(6):
+        for each in (model, plain):
+            each.layers[0].bias.requires_grad_(step > 3)
+            each.zero_grad()
+        samples = [(sample + step) % 16 for sample in samples_of(dist.get_rank())]
+        samples = samples[step:] + samples[:step]
+        before = sum(counter() for counter in messages)
+        with FaultInjector(runner) as faults:
+            if fails:
+                faults.fail_at(rank=1, step=step, operation=60 + 11 * step)
+            runner.run(samples, step=step)
+        used_rows = runner.limit.size
+        for start in range(0, SAMPLES, used_rows):
+            plain.backward(samples[start : start + used_rows])
+        worst = 0.0
+        for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+            mean = mean_of(theirs)
+            alike &= (ours.grad is None) == (mean is None)
+            if ours.grad is not None and mean is not None:
+                alike &= ours.grad.is_sparse or ours.grad.stride() == ours.stride()
+                alike &= ours.grad.is_sparse == (way == "sparse" and ours is model.embedding.weight)
+                scale = mean.abs().max().clamp(min=1e-9) * (2**16 if mean.dtype == torch.bfloat16 else 1)
+                worst = max(worst, ((ours.grad.to_dense() - mean).abs().max() / scale).item())
+        errors.append(worst)
+    return Compared(runner.recoveries, errors, alike, seen[-1] > before)
+
+
+@pytest.mark.parametrize("way", ["plain", "unused", "shared", "reentrant", "twice", "changing", "sparse"])
+def test_gradients_are_means_of_plain_gradients_in_every_step(way: str) -> None:
+    for runs in run_on_ranks(2, runs_of, way):
+        for compared, (rows, fails) in zip(runs, WAYS_TO_RUN, strict=True):
+            assert max(compared.errors) < 1e-6, (rows, fails, compared)
+            assert compared.alike, (rows, fails, compared)
+            assert bool(compared.recoveries) == fails
+            if not fails:
+                assert compared.reduced_early == (way not in ("reentrant", "twice")) or way == "changing", compared
+
+
+def messages_of_a_step() -> tuple[int, int, list[int]]:
+    """Collective: return the messages of a step under DistributedDataParallel, and of steps of a StepRunner."""
+    model = nn.Sequential(*(nn.Linear(128, 128) for _ in range(150)))
+    stock, rows = DistributedDataParallel(copy.deepcopy(model)), torch.randn(4, 128)
+    [counter] = [counter for _, counter in message_counters()]
+
+    def forward_backward(samples: Sequence[Tensor]) -> Totals:
+        loss = model(torch.stack([*samples])).sum()
+        loss.backward()
+        return Totals(loss.detach(), 1)
+
+    runner, counts = StepRunner(model, forward_backward, kind=KIND, limit=RowLimit(4)), []
+    for _ in range(3):
+        before = counter()
+        stock(rows).sum().backward()
+        in_stock = counter() - before
+    for step in range(3):
+        before = counter()
+        runner.run([*rows], step=step)
+        model.zero_grad()
+        counts.append(counter() - before)
+    return len([*model.parameters()]), in_stock, counts
+
+
+def test_step_sends_one_message_more_than_distributed_data_parallel() -> None:
+    for parameters, stock, steps in run_on_ranks(2, messages_of_a_step):
+        assert parameters == 300
+        assert steps[1:] == [stock + 1, stock + 1]
 
 
 def ask_a_whole_model() -> bool:

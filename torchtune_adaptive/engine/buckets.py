@@ -1,0 +1,237 @@
+"""Averages the gradients of whole models over the ranks, in buckets, while the backward computes further gradients.
+
+Buckets hold the trained parameters in reverse order, as in DistributedDataParallel, so all ranks have the same buckets.
+Every rank reduces them once per attempt, in the same order. It reduces a bucket in the last microbatch, as soon as the
+backward has computed its gradients, and the rest of the buckets after this backward. A rank that ran out of memory
+sends zeros for the rest. Sizes and order do not depend on samples, so each rank may reduce a bucket at any time.
+
+Reduced gradients are not in `grad` until the attempt is complete. If a reduced parameter has a `grad` again, another
+backward of the same microbatch has used it. All ranks then reduce all buckets once more, and add the results.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from itertools import accumulate, chain
+from operator import or_
+from threading import Lock
+from zlib import crc32
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from torchtune_adaptive.engine.ranks import Agreement, explaining_failures, world_size
+
+MEAN = "the mean of the gradients"
+FIRST_BYTES, MOST_BYTES = 2**20, 25 * 2**20
+"""Sizes of the first bucket and of all others, as in DistributedDataParallel. A larger parameter has its own bucket."""
+
+TRIES = 3
+"""Gradients are no longer reduced in the backward after the order in which it computes them was wrong so many times."""
+
+
+class Bucket:
+    """Parameters of one dtype and device, whose gradients are reduced together; or the weight of a sparse embedding."""
+
+    def __init__(self, parameters: list[nn.Parameter], *, is_sparse: bool) -> None:
+        self.parameters, self._is_sparse = parameters, is_sparse
+        self.last: nn.Parameter | None = None
+        """The parameter whose gradient completes the bucket, once the order is known; None if no gradient does."""
+        self._ends = [*accumulate(each.numel() for each in parameters)]
+        # gradients keep the strides of parameters, because fused optimizers require it
+        like = [torch.empty_strided(each.shape, each.stride(), device="meta") for each in parameters]
+        self._strides = [torch.empty_like(each).stride() for each in like]
+        self.begin()
+
+    def begin(self) -> None:
+        """Begin an attempt."""
+        self.is_complete = self.last is None
+        self.has_gradient = [False] * len(self.parameters)
+        self.reductions: list[list[Tensor]] = []
+        """For each reduction of this bucket, the gradients of all parameters."""
+
+    @torch.no_grad()
+    def take(self) -> Tensor:
+        """Move the gradients of this rank from `grad` into one tensor, and divide it by the number of ranks."""
+        gradients = [each.grad for each in self.parameters]
+        for each in self.parameters:
+            each.grad = None
+        self.has_gradient = [has or each is not None for has, each in zip(self.has_gradient, gradients, strict=True)]
+        alone = gradients[0] if len(gradients) == 1 else None
+        if alone is not None and self._is_sparse:
+            views = [(alone if alone.is_sparse else alone.to_sparse(1)).div_(world_size())]
+        elif alone is not None and not alone.is_sparse and alone.stride() == self._strides[0]:
+            views = [alone.div_(world_size())]
+        elif self._is_sparse:
+            views = [self.zeros()]
+        else:
+            return self._copy(gradients)
+        self.reductions.append(views)
+        return views[0]
+
+    def _copy(self, gradients: list[Tensor | None]) -> Tensor:
+        first = self.parameters[0]
+        flat = torch.empty(self._ends[-1], dtype=_dtype_of(first), device=first.device)
+        starts = zip(self.parameters, self._strides, [0, *self._ends], strict=False)
+        views = [flat.as_strided(each.shape, strides, start) for each, strides, start in starts]
+        for view, gradient in zip(views, gradients, strict=True):
+            if gradient is None:
+                view.zero_()
+            else:
+                torch.div(gradient.to_dense() if gradient.is_sparse else gradient, world_size(), out=view)
+        self.reductions.append(views)
+        return flat
+
+    def zeros(self) -> Tensor:
+        """Return zeros in the size of all gradients."""
+        first = self.parameters[0]
+        if self._is_sparse:
+            no_rows = torch.empty(1, 0, dtype=torch.long, device=first.device)
+            return torch.sparse_coo_tensor(no_rows, first.new_empty(0, *first.shape[1:]), first.shape)
+        return torch.zeros(self._ends[-1], dtype=_dtype_of(first), device=first.device)
+
+
+class GradientBuckets:
+    """The buckets of a model, and the reductions of the current attempt."""
+
+    def __init__(self, model: nn.Module, issue: Callable[..., dist.Work | None]) -> None:
+        """`issue` counts a collective, issues it and returns its work."""
+        self._model, self._issue = model, issue
+        self._trained: list[int] = []
+        self._buckets: list[Bucket] = []
+        self._waiting: list[dist.Work] = []
+        self._reduced = 0  # number of reductions in this attempt
+        self._order_known = False  # True if the `last` of every bucket is set
+        self._tries = TRIES  # to find this order
+        self._lock = Lock()  # autograd has a thread for each device
+
+    def assign(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Assign the trained ones of these parameters to buckets. All ranks must train the same parameters."""
+        trained = [each for each in parameters if each.requires_grad]
+        if [*map(id, trained)] != self._trained:
+            self._trained, self._buckets = [*map(id, trained)], [*_buckets_of(self._model, trained)]
+            self._order_known, self._tries = False, TRIES
+
+    def begin(self) -> None:
+        """Begin an attempt."""
+        self._reduced = 0
+        for bucket in self._buckets:
+            bucket.begin()
+
+    @contextmanager
+    def reducing(self, *, overlaps: bool) -> Iterator[None]:
+        """Collective: reduce the gradients of an attempt, whose last microbatch runs inside this context.
+
+        With `overlaps`, reduce buckets in the backward, each after the gradient that completed it last time. The first
+        attempt with `overlaps` only finds these gradients.
+        """
+        finds_order, fired = overlaps and self._tries > 0 and not self._order_known, list[nn.Parameter]()
+        watched = [each for bucket in self._buckets * finds_order for each in bucket.parameters]
+        hooks = [each.register_post_accumulate_grad_hook(fired.append) for each in watched]
+        for bucket in self._buckets * (overlaps and self._order_known):
+            if bucket.last is not None:
+                hooks.append(bucket.last.register_post_accumulate_grad_hook(partial(self._complete, bucket)))
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+        if finds_order:
+            self._find_order(fired)
+        for bucket in self._buckets[self._reduced :]:
+            self._send(bucket.take())
+        self._wait()
+
+    def _find_order(self, fired: Sequence[Tensor]) -> None:
+        places = {id(each): place for place, each in enumerate(fired)}
+        self._tries -= 1
+        self._order_known = len(places) == len(fired)  # otherwise, several backwards have used a parameter
+        for bucket in self._buckets:
+            used = [each for each in bucket.parameters if id(each) in places]
+            bucket.last = max(used, key=lambda each: places[id(each)], default=None)
+
+    def _complete(self, bucket: Bucket, _: Tensor) -> None:
+        """Collective: reduce this bucket and those that were waiting for it."""
+        with self._lock:
+            bucket.is_complete = True
+            while self._reduced < len(self._buckets) and self._buckets[self._reduced].is_complete:
+                self._send(self._buckets[self._reduced].take())
+
+    def _send(self, tensor: Tensor) -> None:
+        """Collective."""
+        work = self._issue(MEAN, partial(dist.all_reduce, tensor), tensor.device.type, async_op=True)
+        assert work is not None, "an asynchronous collective returns its work"
+        self._waiting.append(work)
+        self._reduced += 1
+
+    def _wait(self) -> None:
+        """Wait for all reductions; on CUDA, only its stream waits."""
+        with explaining_failures(MEAN):
+            while self._waiting:
+                self._waiting.pop().wait()
+
+    def drain(self) -> None:
+        """Collective: send zeros for the buckets that this rank has not reduced in this attempt."""
+        for bucket in self._buckets[self._reduced :]:
+            self._send(bucket.zeros())
+            self._wait()
+
+    def reset(self) -> None:
+        """Collective: drop the reductions of an attempt, after they are complete."""
+        self._wait()
+        for bucket in self._buckets:
+            bucket.begin()
+
+    def describe(self) -> tuple[bool, int]:
+        """Return True if gradients are not reduced yet, and a checksum of the parameters that have gradients."""
+        left = [each.grad is not None for bucket in self._buckets for each in bucket.parameters]
+        if self._reduced and any(left):
+            self._order_known = False
+        return any(left), crc32(bytes(map(or_, left, self._has_gradient())))
+
+    def _has_gradient(self) -> Iterator[bool]:
+        return chain.from_iterable(bucket.has_gradient for bucket in self._buckets)
+
+    def finish(self, agreement: Agreement, *, any_left: bool, same_parameters: bool) -> None:
+        """Collective if any rank has gradients that are not reduced, or if they belong to other parameters: put the
+        means into `grad`. A gradient that is None counts as zeros. If it is None on all ranks, it stays None."""
+        for bucket in self._buckets * any_left:
+            self._send(bucket.take())
+        self._wait()
+        has_gradient = [*self._has_gradient()]
+        on_any_rank = iter(has_gradient if same_parameters else agreement.any_rank(has_gradient))
+        for bucket in self._buckets:
+            means, *added = bucket.reductions or [[*bucket.parameters]]
+            for mean, addend in zip(means * len(added), chain(*added), strict=True):
+                mean.add_(addend)
+            for parameter, mean in zip(bucket.parameters, means, strict=True):
+                if next(on_any_rank):
+                    parameter.grad = mean
+            bucket.begin()
+
+
+def _dtype_of(parameter: nn.Parameter) -> torch.dtype:
+    """Return the dtype of its gradient."""
+    return getattr(parameter, "grad_dtype", None) or parameter.dtype
+
+
+def _buckets_of(model: nn.Module, parameters: Sequence[nn.Parameter]) -> Iterator[Bucket]:
+    """Yield the buckets in the order in which a backward probably completes them."""
+    embeddings = (each for each in model.modules() if isinstance(each, nn.Embedding | nn.EmbeddingBag))
+    sparse = {id(each.weight) for each in embeddings if each.sparse}
+    buckets: list[list[nn.Parameter]] = []
+    open_buckets: dict[object, list[nn.Parameter]] = {}
+    for parameter in reversed(parameters):
+        kind = id(parameter) if id(parameter) in sparse else (_dtype_of(parameter), parameter.device)
+        bucket = open_buckets.get(kind, [])
+        limit = MOST_BYTES if len(buckets) > 1 else FIRST_BYTES
+        if not bucket or sum(each.nbytes for each in [*bucket, parameter]) > limit:
+            buckets.append(bucket := [])
+        open_buckets[kind] = bucket
+        bucket.append(parameter)
+    order = {id(parameter): place for place, parameter in enumerate(reversed(parameters))}
+    for bucket in sorted(buckets, key=lambda bucket: order[id(bucket[-1])]):
+        yield Bucket(bucket, is_sparse=id(bucket[0]) in sparse)
