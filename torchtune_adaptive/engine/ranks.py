@@ -247,8 +247,9 @@ def average_gradients(parameters: Iterable[nn.Parameter]) -> None:
         for parameter, on_any_rank in zip(every, has_gradient.tolist(), strict=True):
             if on_any_rank:
                 parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-                dist.all_reduce(parameter.grad)
-                parameter.grad /= world_size()
+                gradient = parameter.grad.contiguous()  # as NCCL requires
+                dist.all_reduce(gradient)
+                parameter.grad.copy_(gradient.div_(world_size()))
 
 
 def compare_replicas(models: Iterable[nn.Module]) -> None:
@@ -307,9 +308,9 @@ def checksum(parameters: Iterable[Tensor]) -> int:
     for parameter in parameters:
         local = _local(parameter)
         if type(local) is Tensor:  # skips tensor subclasses, whose bits are in several tensors
-            # copied, because FSDP cannot resize a storage after `numpy()`, and in pieces of 4 MiB to save memory
-            for piece in local.flatten().view(torch.uint8).split(2**22):
-                value = zlib.crc32(piece.to("cpu", copy=True).numpy().data, value)
+            # copied, because FSDP cannot resize a storage after `numpy()`, and in pieces to save memory
+            for piece in local.flatten().split(2**20):
+                value = zlib.crc32(piece.to("cpu", copy=True).view(torch.uint8).numpy().data, value)
     return value
 
 
