@@ -116,7 +116,7 @@ def checksums_of(tensors: Iterable[Tensor]) -> list[float]:
     integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
     plain = [each.detach() for tensor in tensors for each in plain_tensors(tensor)]
     bits = [each.view(integers.get(each.element_size(), torch.int64)) for each in plain]
-    return torch.stack([each.sum(dtype=each.dtype).double() for each in bits]).tolist() if bits else []
+    return [each.sum(dtype=each.dtype).item() for each in bits]  # one by one, because devices may differ
 
 
 def copies_on_host(tensors: Collection[Tensor]) -> list[tuple[Tensor, list[Tensor]]]:
