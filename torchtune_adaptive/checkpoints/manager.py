@@ -10,9 +10,10 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,7 +22,6 @@ from torch import nn
 from torchtune import training
 from torchtune.utils import get_logger
 
-from torchtune_adaptive.atomic_files import replace_file
 from torchtune_adaptive.checkpoints import loading, store
 from torchtune_adaptive.checkpoints.contents import (
     AnyOptimizer,
@@ -37,11 +37,12 @@ from torchtune_adaptive.checkpoints.identity import identity_of
 from torchtune_adaptive.checkpoints.progress import Progress
 from torchtune_adaptive.checkpoints.resuming import Start
 from torchtune_adaptive.checkpoints.store import Checkpointer, Files, Manifest, State
+from torchtune_adaptive.checkpoints.waiting import PATIENCE_S, on_rank_0
 from torchtune_adaptive.config.components import in_a_line
 from torchtune_adaptive.config.keys import Settings
 from torchtune_adaptive.config.remedies import KEYS
 from torchtune_adaptive.engine.oom import fatal_on_oom, is_oom
-from torchtune_adaptive.engine.ranks import from_all_ranks, from_rank_0
+from torchtune_adaptive.engine.ranks import from_all_ranks
 from torchtune_adaptive.engine.snapshot import RngState
 from torchtune_adaptive.errors import CheckpointError, NotLearningError, Remedy, RunStopped, UnrecoverableError
 from torchtune_adaptive.formatting import format_bytes
@@ -52,8 +53,6 @@ logger = logging.getLogger(__name__)
 
 REMEDIES = (Remedy.MORE_RANKS, Remedy.LARGER_BUDGET)
 """Remedies for an out-of-memory error in a save."""
-SMALL_WRITE_BYTES = 2**22
-"""Size of the file that is written to find out why a save has failed."""
 
 
 class CheckpointManager:
@@ -143,17 +142,19 @@ class CheckpointManager:
         with fatal_on_oom(partial(out_of_memory_in, name)):
             optimizer_state = gather_optimizer_state(model, optimizer, self._device)
             weights = gather_weights(self._contents.sharded(model), self._device)
-        failure, directory_lost = None, False
-        if dist.get_rank() == 0:
-            state = {**progress.recipe_state(), training.DATALOADER_KEY: dict(loader_state)}
+        state = {**progress.recipe_state(), training.DATALOADER_KEY: dict(loader_state)}
+
+        def write() -> tuple[str | None, bool, bool]:
+            failure, directory_lost = None, False
             try:
-                weights = self._contents.for_checkpointer(weights, model)
-                self._write(progress, {**weights, **state, training.OPT_KEY: optimizer_state}, list(random_states))
+                converted = self._contents.for_checkpointer(weights, model)
+                self._write(progress, {**converted, **state, training.OPT_KEY: optimizer_state}, list(random_states))
             except Exception as error:  # noqa: BLE001 - the other ranks wait for the outcome
                 failure, directory_lost = self._failure(name, error)
-        failure, directory_lost, self._stop_requested = from_rank_0(
-            (failure, directory_lost, THIS_RUN.stop_requested())
-        )
+            return failure, directory_lost, THIS_RUN.stop_requested()
+
+        stuck = self._not_saved(name, f"rank 0 has made no progress for {PATIENCE_S / 60:g} minutes")
+        failure, directory_lost, self._stop_requested = on_rank_0(write, if_stuck=(stuck, False, False))
         if directory_lost:  # the earlier checkpoints were moved, or belong to another run
             THIS_RUN.newest_checkpoint = THIS_RUN.record_directory = None
         if failure is not None:
@@ -171,13 +172,14 @@ class CheckpointManager:
         torchtune_logger = get_logger()
         level = torchtune_logger.level
         torchtune_logger.setLevel(logging.WARNING)  # hides lines that name files in the staging directory
+        written = staging / f"epoch_{epoch}"
         try:
-            self._checkpointer.save_checkpoint(state, epoch=epoch, intermediate_checkpoint=True, **options)
+            with _python_opens_files():
+                self._checkpointer.save_checkpoint(state, epoch=epoch, intermediate_checkpoint=True, **options)
+                torch.save(random_states, written / store.RANDOM_FILE)
         finally:
             torchtune_logger.setLevel(level)
-        written = staging / f"epoch_{epoch}"
         os.replace(staging / store.RECIPE_STATE / store.RECIPE_STATE_FILE, written / store.RECIPE_STATE_FILE)
-        torch.save(random_states, written / store.RANDOM_FILE)
         manifest = Manifest(
             serial=self._serial,
             position=progress.position,
@@ -205,8 +207,11 @@ class CheckpointManager:
             self._directory.check()
         except store.DirectoryLost as lost:
             return f"checkpoint {name} is not saved: {directory} {lost}", True
-        cause = describe_failure(error, directory)
-        return f"checkpoint {name} could not be saved to {directory}: {cause}; {_last_good()}; {_once_fixed()}", False
+        return self._not_saved(name, describe_failure(error, directory)), False
+
+    def _not_saved(self, name: str, cause: str) -> str:
+        place = self._directory.path
+        return f"checkpoint {name} could not be saved to {place}: {cause}; {_last_good()}; {_once_fixed()}"
 
     def stop_if_asked(self, progress: Progress, stop_requested: bool) -> None:
         """Raise RunStopped if the ranks have agreed to stop, unless the run is finished. Call it after a save."""
@@ -223,21 +228,28 @@ def describe_failure(error: Exception, directory: Path) -> str:
     """Return the cause of a failed save, with a remedy if memory ran out, or else the free space of the disk."""
     if is_oom(error):
         return f"out of memory on rank {dist.get_rank()}: {' or '.join(KEYS[remedy] for remedy in REMEDIES)}"
-    number, file = (error.errno, error.filename) if isinstance(error, OSError) else (None, None)
-    if number is None:
-        number = _errno_of_a_write(directory / store.SAVING)
-    text = in_a_line(error) if number is None else os.strerror(number) + f": {file}" * bool(file)
+    # torch raises an error of its own after a failed write
+    cause = error.__context__ if isinstance(error.__context__, OSError) else error
+    text = in_a_line(cause)
+    if isinstance(cause, OSError) and cause.errno:
+        text = os.strerror(cause.errno) + f": {cause.filename}" * bool(cause.filename)
     return f"{text} ({format_bytes(shutil.disk_usage(directory).free)} free)"
 
 
-def _errno_of_a_write(folder: Path) -> int | None:
-    """Write a small file, and return the errno if that fails. Errors of torch's writer have no errno."""
+@contextmanager
+def _python_opens_files() -> Iterator[None]:
+    """Let torch.save write through Python's files, because errors of its own files lack the errno."""
+    save = torch.save
+
+    def save_to(obj: object, f: Any, *args: Any, **options: Any) -> None:
+        with open(f, "wb") if isinstance(f, str | os.PathLike) else nullcontext(f) as file:
+            save(obj, file, *args, **options)
+
+    torch.save = save_to
     try:
-        replace_file(folder / "try", bytes(SMALL_WRITE_BYTES))
-        (folder / "try").unlink(missing_ok=True)
-    except OSError as error:
-        return error.errno
-    return None
+        yield
+    finally:
+        torch.save = save
 
 
 def out_of_memory_in(name: str, error: Exception) -> UnrecoverableError:

@@ -23,8 +23,9 @@ from torch import nn
 from torchtune_adaptive.engine import fsdp
 from torchtune_adaptive.engine.fsdp import AllGather, FSDPModule, ReduceScatter
 from torchtune_adaptive.engine.ghost import GhostPasses, Listener, messages
+from torchtune_adaptive.engine.oom import is_oom
 from torchtune_adaptive.engine.ranks import backend_for, explaining_failures, message_counters, rank, world_size
-from torchtune_adaptive.errors import RecoveryUnsupportedError, Remedy, UnrecoverableError
+from torchtune_adaptive.errors import AdaptiveError, RecoveryUnsupportedError, Remedy, UnrecoverableError
 from torchtune_adaptive.formatting import count_of
 
 
@@ -50,7 +51,7 @@ class Collective:
 class CountedComm:
     """Wraps FSDP's all-gather or reduce-scatter, so that a ledger issues and counts it."""
 
-    def __init__(self, ledger: CollectiveLedger, comm: AllGather | ReduceScatter, gathers: object = None) -> None:
+    def __init__(self, ledger: CollectiveLedger, comm: AllGather | ReduceScatter, gathers: Any = None) -> None:
         if isinstance(cast(object, comm), CountedComm):
             raise ValueError(
                 "this model already has a Recovery: pass that one to all runners of the model, or close it first"
@@ -67,7 +68,15 @@ class CountedComm:
         name = "output_tensor" if self._gathers else "input_tensor"
         tensor, group, op = arguments[name], arguments["group"], arguments.get("op")
         collective = Collective(kind, tensor.numel(), tensor.dtype, tensor.device, group, op, self._comm, self._gathers)
-        return self._ledger.issue(collective, partial(self._comm, **arguments), async_op)
+        work = self._ledger.issue(collective, partial(self._comm, **arguments), async_op)
+        if not (self._gathers and self._ledger.runs_filler):
+            return work
+        if work is not None:
+            work.wait()
+        fsdp.copy_shards(self._gathers, shard := arguments["input_tensor"], ones_if_empty=True)
+        for part in tensor.chunk(group.size()):
+            part.copy_(shard)
+        return None
 
 
 class CountedReplicas:
@@ -199,6 +208,7 @@ class CollectiveLedger:
         self._fsdp_messages = 0  # messages of these collectives, counted by the process groups
         self._messages_before = 0  # messages counted when the microbatch began
         self._to_skip = 0  # collectives that the filler must not issue, because this rank has issued them
+        self.runs_filler = False  # the filler computes with this rank's shards only
         self._issuing = False  # while a collective of FSDP is issued, so that a Listener ignores it
         comm, replicas = partial(CountedComm, self), partial(CountedReplicas, self)
         counted = self._roots if self._counts else []
@@ -492,13 +502,22 @@ class CollectiveLedger:
         return schedule
 
     def _run_filler(self, to_skip: int, run_filler: Callable[[], object]) -> None:
-        """Collective: run the filler, but do not issue its first `to_skip` collectives."""
-        self._to_skip = to_skip
+        """Collective: run the filler, but do not issue its first `to_skip` collectives. Since the peers' shards are
+        missing for those, copies of this rank's shard replace them in every all-gather."""
+        self._to_skip, self.runs_filler = to_skip, True
         try:
             with Listener(self._refuse_operation):
                 run_filler()
+        except Exception as error:
+            if is_oom(error) or isinstance(error, AdaptiveError):
+                raise
+            raise RecoveryUnsupportedError(
+                f"out of memory on rank {rank()} in a microbatch whose collectives are not recorded yet, and the model "
+                f"raises an error for the filler, a small sample that shows them ({type(error).__name__}: {error})",
+                Remedy.SMALLER_LIMIT,
+            ) from error
         finally:
-            self._to_skip = 0
+            self._to_skip, self.runs_filler = 0, False
         for root in self._owned:
             fsdp.end_pass_without_backward(root)
 

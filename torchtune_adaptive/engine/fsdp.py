@@ -138,17 +138,20 @@ def why_hooks_forbid_it(model: nn.Module) -> str | None:
 
 
 @torch.no_grad()
-def copy_shards(group: FSDPParamGroup, gathered: Tensor) -> None:
-    """Copy the parameters of this rank into `gathered`, the input of their all-gather.
+def copy_shards(group: FSDPParamGroup, gathered: Tensor, *, ones_if_empty: bool = False) -> None:
+    """Copy the parameters of this rank into `gathered`, the input of their all-gather. With `ones_if_empty`, parameters
+    of which this rank has no element are ones, instead of padding.
 
     If FSDP gathers something else, nothing is copied: a quantized tensor with its own all-gather, or what a forward has
     resharded to a part of the ranks (`reshard_after_forward` is a number).
     """
     own_gather = any(hasattr(each._sharded_local_tensor, "fsdp_pre_all_gather") for each in group.fsdp_params)
     if group.is_sharded and not own_gather:
-        inputs = [each.view(gathered.dtype) for parameter in group.fsdp_params for each in parameter.all_gather_inputs]
-        if sum(each.numel() for each in inputs) == gathered.numel():
-            torch.cat(inputs, out=gathered)
+        given = [(each, parameter) for parameter in group.fsdp_params for each in parameter.all_gather_inputs]
+        empty = [ones_if_empty and not parameter._sharded_local_tensor.numel() for _, parameter in given]
+        inputs = [torch.ones_like(each) if ones else each for (each, _), ones in zip(given, empty, strict=True)]
+        if sum(each.nbytes for each in inputs) == gathered.nbytes:
+            torch.cat([each.view(gathered.dtype) for each in inputs], out=gathered)
 
 
 def is_whole(model: nn.Module) -> bool:

@@ -92,6 +92,7 @@ class _Measurements:
     budget: Budget
     lengths: SampleLengths
     most_rows: int
+    agree: Callable[[Profile], Profile]
     points: list[Probe] = field(default_factory=list)
     checks: list[Probe] = field(default_factory=list)
 
@@ -111,7 +112,10 @@ class _Measurements:
             self.points.append(self.probe(rows, length, held_out))
 
     def checked_profile(self) -> Profile | None:
-        """Check sizes that surfaces allow. Return None if a check failed or was a surprise, or after MOST_CHECKS."""
+        """Collective: check sizes that surfaces allow.
+
+        Return None if a check failed or was a surprise, or after MOST_CHECKS.
+        """
         profile, trusted = self.fit(), _TRUSTED
         while (size := self._next_check(profile.limit, trusted)) is not None:
             if len(self.checks) == MOST_CHECKS:
@@ -146,7 +150,7 @@ class _Measurements:
         return replace(profile, surfaces={**profile.surfaces, BEYOND: bound})
 
     def fit(self) -> Profile:
-        """Fit the surfaces to all probes, measure their error at held-out probes, and choose the limit."""
+        """Collective: fit the surfaces to all probes, measure their error at held-out probes, and choose the limit."""
         probes, knee = (*self.points, *self.checks), self.lengths.knee
         fitted = [probe for probe in probes if not probe.held_out]
         first_fit = {name: fit_surface(points, knee) for name, points in phase_points(fitted).items()}
@@ -163,7 +167,8 @@ class _Measurements:
             # exclude every rejected microbatch of several rows; single rows that are too long raise an error elsewhere
             if point.rows > 1 and not self.fits(point) and limit.fits(point.rows, point.length):
                 limit = limit.after_oom(point.rows, point.length) or limit
-        return Profile(budget_bytes, probes, surfaces, error, limit.budget_bytes)
+        # linear algebra may round differently on each rank, but all ranks must run the same probes
+        return self.agree(Profile(budget_bytes, probes, surfaces, error, limit.budget_bytes))
 
     def _extrapolated_rows(self, length: int) -> int:
         """Return how many rows of this length fit, extrapolated from probes of rows that are at least as long.
@@ -227,13 +232,15 @@ def measure_profile(
     *,
     no_fit_error: Callable[[], OneRowDoesNotFitError],
     most_rows: int,
+    agree: Callable[[Profile], Profile] = lambda profile: profile,
 ) -> Profile:
-    """Measure microbatches with rows of all lengths, and fit surfaces over rows and length.
+    """Collective: measure microbatches with rows of all lengths, and fit surfaces over rows and length.
 
-    `measure` is called with the same rows and length on every rank and returns the same Peak. If a single row of the
-    longest length does not fit, the error that `no_fit_error` returns is raised.
+    `measure` is called with the same rows and length on every rank and returns the same Peak. `agree` returns rank 0's
+    profile on every rank. If a single row of the longest length does not fit, the error that `no_fit_error` returns is
+    raised.
     """
-    measurements = _Measurements(measure, budget, lengths, most_rows)
+    measurements = _Measurements(measure, budget, lengths, most_rows, agree)
     longest_alone = measurements.probe(1, lengths.longest)
     if not measurements.fits(longest_alone):
         raise no_fit_error()

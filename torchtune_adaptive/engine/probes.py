@@ -27,7 +27,7 @@ from torchtune_adaptive.engine.length_profile import Profile, SampleLengths, mea
 from torchtune_adaptive.engine.limits import MAX_ROWS, candidate_rows
 from torchtune_adaptive.engine.memory import CudaMemory, MemorySource
 from torchtune_adaptive.engine.oom import is_oom, release_memory
-from torchtune_adaptive.engine.ranks import Agreement, rank
+from torchtune_adaptive.engine.ranks import Agreement, from_rank_0, rank
 from torchtune_adaptive.engine.results import StepResult
 from torchtune_adaptive.engine.search import (
     NEED_RECOVERY,
@@ -128,7 +128,7 @@ class TrainingStep(Generic[Sample]):
     """The length beyond which tokens need a different amount of memory; 0 if there is none."""
     update: Callable[[StepResult], object] | None
     """Collective: scales and clips the gradients and calls the optimizers, but not the scheduler of the learning rate.
-    None if the step has no update."""
+    It changes weights only by the optimizers. None if the step has no update."""
     optimizers: Sequence[Optimizer]
     boundaries: Mapping[str, nn.Module] = field(default_factory=dict)
     """Modules whose outputs divide the step into phases, in the order of the forward. A key names the part of the model
@@ -424,4 +424,5 @@ def profile_memory(
     """
     lengths = SampleLengths(step.length, step.shortest, step.knee, step.runner.kind.padded)
     with probing(step, memory, progress) as (prober, budget):
-        return measure_profile(prober.measure, budget, lengths, no_fit_error=prober.no_fit_error, most_rows=most_rows)
+        measure = partial(measure_profile, no_fit_error=prober.no_fit_error, most_rows=most_rows, agree=from_rank_0)
+        return measure(prober.measure, budget, lengths)

@@ -300,9 +300,9 @@ def checksum(parameters: Iterable[Tensor]) -> int:
     for parameter in parameters:
         local = _local(parameter)
         if type(local) is Tensor:  # skips tensor subclasses, whose bits are in several tensors
-            # copied, because FSDP cannot resize a storage after `numpy()`, and in pieces of 4 MiB to save memory
-            for piece in local.flatten().view(torch.uint8).split(2**22):
-                value = zlib.crc32(piece.to("cpu", copy=True).numpy().data, value)
+            # copied, because FSDP cannot resize a storage after `numpy()`, and in pieces to save memory
+            for piece in local.flatten().split(2**20):
+                value = zlib.crc32(piece.to("cpu", copy=True).view(torch.uint8).numpy().data, value)
     return value
 
 

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Sequence
+import socket
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor, UntypedStorage, nn
 from torch.optim import Optimizer
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_iter
 
 from torchtune_adaptive.engine.memory import plain_tensors, wraps_tensors
+from torchtune_adaptive.engine.ranks import from_all_ranks
+from torchtune_adaptive.errors import UnrecoverableError
+from torchtune_adaptive.formatting import format_bytes
 
 
 @dataclass(frozen=True)
@@ -38,8 +44,9 @@ class RngState:
 
 @contextmanager
 def restoring_state(models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> Iterator[None]:
-    """Restore parameters, gradients, buffers, optimizer state and random generators at the end. Gradients are not
-    copied, so the code inside must not accumulate into existing gradients."""
+    """Collective: restore parameters, gradients, buffers, optimizer state and random generators at the end. Gradients
+    are not copied, so the code inside must not accumulate into existing gradients. Weights are copied only if a step of
+    their optimizer may change them (see `_idles`); a checksum verifies that the others are unchanged."""
     rng = RngState.capture()
     gradients = [(parameter, parameter.grad) for model in models for parameter in model.parameters()]
     buffers = [
@@ -49,15 +56,23 @@ def restoring_state(models: Sequence[nn.Module], optimizers: Sequence[Optimizer]
         for name, buffer in module.named_buffers(recurse=False)
     ]
     states = [_OptimizerState(optimizer) for optimizer in optimizers]
+    trained = [parameter for parameter, _ in gradients if parameter.requires_grad]
+    idling = [optimizer for optimizer in optimizers if _idles(optimizer)]
+    of_idling = [each for optimizer in idling for group in optimizer.param_groups for each in group["params"]]
+    unchanged = {id(parameter): parameter for parameter in (of_idling if optimizers else trained)}
     contents = (
-        *(parameter for model in models for parameter in model.parameters() if parameter.requires_grad),
+        *trained,
         *(buffer for _, _, buffer in buffers),
         *(tensor for state in states for tensor in state.tensors),
     )
-    copies = copies_on_host({id(tensor): tensor for tensor in contents}.values())
+    copies = copies_on_host({id(tensor): tensor for tensor in contents if id(tensor) not in unchanged}.values())
+    sums = checksums_of(unchanged.values())
+    hooks = [optimizer.register_step_pre_hook(_idle) for optimizer in idling]
     try:
         yield
     finally:
+        for hook in hooks:
+            hook.remove()
         for parameter, gradient in gradients:
             parameter.grad = gradient
         for module, name, buffer in buffers:
@@ -69,11 +84,60 @@ def restoring_state(models: Sequence[nn.Module], optimizers: Sequence[Optimizer]
             for plain, copied in zip(plain_tensors(tensor), parts, strict=True):
                 plain.detach().copy_(copied)
         rng.restore()
+    if any(changed := from_all_ranks(checksums_of(unchanged.values()) != sums)):
+        raise UnrecoverableError(
+            f"a search has changed the weights on rank {changed.index(True)}, and cannot restore them: in forward and "
+            "update, change weights only by steps of the optimizers"
+        )
 
 
-def copies_on_host(tensors: Iterable[Tensor]) -> list[tuple[Tensor, list[Tensor]]]:
-    """Return each tensor, together with copies on the host of the plain tensors of which it consists."""
+def _idles(optimizer: Optimizer) -> bool:
+    """Return True if a step with a learning rate, gradients and state of 0 changes no bit of the weights."""
+    # `capturable` divides by the learning rate, `maximize` adds 0 instead of -0; hooks of a compiled step may not run
+    unusual = any(group.get(name) for group in optimizer.param_groups for name in ("capturable", "maximize"))
+    compiled = hasattr(optimizer.step, "_torchdynamo_orig_callable")
+    return type(optimizer) in (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW) and not unusual and not compiled
+
+
+@torch.no_grad()
+def _idle(optimizer: Optimizer, *_: object) -> None:
+    """Let the next step change no weight, although it needs as much memory: set everything that it multiplies to 0."""
+    for group in optimizer.param_groups:
+        group["lr"] = group["lr"].zero_() if isinstance(group["lr"], Tensor) else 0.0
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for tensor in (*(each.grad for each in parameters), *tree_iter(dict(optimizer.state))):
+        if isinstance(tensor, Tensor):
+            tensor.zero_()
+
+
+@_disable_current_modes()  # a MemoryMeter that is full would refuse the few bytes of the sums
+def checksums_of(tensors: Iterable[Tensor]) -> list[float]:
+    """Return the sum of the bits of each plain tensor, computed on its device without a copy."""
+    integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+    plain = [each.detach() for tensor in tensors for each in plain_tensors(tensor)]
+    bits = [each.view(integers.get(each.element_size(), torch.int64)) for each in plain]
+    return [each.sum(dtype=each.dtype).item() for each in bits]  # one by one, because devices may differ
+
+
+def copies_on_host(tensors: Collection[Tensor]) -> list[tuple[Tensor, list[Tensor]]]:
+    """Collective: return each tensor, together with copies on the host of the plain tensors of which it consists.
+    Raises an error on all ranks if they do not fit."""
+    copied_bytes = sum(plain.nbytes for tensor in tensors for plain in plain_tensors(tensor))
+    machines = from_all_ranks((socket.gethostname(), copied_bytes, free_host_bytes()))
+    for machine, _, free in machines:
+        if (total := sum(each for name, each, _ in machines if name == machine)) > free:
+            raise UnrecoverableError(
+                f"a search copies what it cannot keep unchanged to the host: {format_bytes(total)} on {machine}, which "
+                f"has {format_bytes(free)} free. Search before the first step, with SGD, Adam or AdamW of torch.optim, "
+                "whose weights need no copy, or train without a search"
+            )
     return [(tensor, [_to_host(plain) for plain in plain_tensors(tensor)]) for tensor in tensors]
+
+
+def free_host_bytes() -> int:
+    """Return the memory of this machine that can be allocated, without swapping."""
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable"))
 
 
 def _to_host(tensor: Tensor) -> Tensor:

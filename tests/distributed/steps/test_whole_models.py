@@ -296,3 +296,33 @@ def test_whole_models_with_different_weights_are_refused_on_all_ranks() -> None:
     first, second = run_on_ranks(2, late_by, 0.0, True)
     assert first == second
     assert first.startswith("the weights on rank 1 differ from those on rank 0")
+
+
+def error_with_unusual_strides(rank_with_a_fault: int) -> tuple[int, float]:
+    """Collective: return recoveries and gradient error of a model whose parameters are not contiguous."""
+    model, reduce = TwoHeads(), dist.all_reduce
+    table = torch.randn(16, 8, 2)
+    model.embedding.weight = nn.Parameter(table[..., 0])  # not dense
+    model.odd.weight = nn.Parameter(torch.randn(8, 2).t()[:1])
+    model.even.weight = nn.Parameter(torch.randn(8, 4).t()[::4])
+    assert not any(module.weight.is_contiguous() for module in (model.embedding, model.odd, model.even))
+
+    def like_nccl(tensor: Tensor, *args: object, **options: object) -> object:
+        assert tensor.is_contiguous(), "Tensors must be contiguous"
+        return reduce(tensor, *args, **options)
+
+    losses = [model(sample) for rank in range(dist.get_world_size()) for sample in samples_of(rank)]
+    (sum(losses) / dist.get_world_size()).backward()
+    expected = flat(model)
+    model.zero_grad()
+    dist.all_reduce = like_nccl
+    runner = runner_of(model)
+    with FaultInjector(runner).fail_at(rank=rank_with_a_fault, step=1, operation=15):
+        runner.run(samples_of(dist.get_rank()), step=1)
+    return runner.recoveries, (flat(model) - expected).abs().max().item()
+
+
+def test_parameters_of_any_strides_are_trained() -> None:
+    for recoveries, error in run_on_ranks(2, error_with_unusual_strides, 1):
+        assert recoveries == 1
+        assert error < 1e-4

@@ -1,7 +1,6 @@
 """Count file operations under output_dir inside a run, and kill the run at the requested operation.
 
-Python reports every opened, renamed and removed file to its audit hooks. It reports neither `fsync` nor the writes of
-torch.save in C++; these functions are wrapped.
+Python reports every opened, renamed and removed file to its audit hooks. It does not report `fsync`, which is wrapped.
 """
 
 from __future__ import annotations
@@ -18,8 +17,6 @@ from collections.abc import Callable
 from pathlib import Path
 from stat import S_ISREG
 from typing import Any
-
-import torch
 
 from tests.recipes.crash.kill_points import KILL, PROBE, START, STEP, TIME, TRAIN, Order, Point
 from tests.recipes.recorders import JsonLogger
@@ -54,7 +51,6 @@ class Trap:
     def install(self) -> None:
         sys.addaudithook(self._audit)
         os.fsync = self._wrapped_fsync(os.fsync)  # type: ignore[assignment]
-        torch.save = self._wrapped_save(torch.save)
         io.open = builtins.open = self._wrapped_open(io.open)  # type: ignore[assignment]
         StepRunner.run = self._counting_calls(StepRunner.run, STEP)  # type: ignore[method-assign]
         Prober.exchange = self._counting_calls(Prober.exchange, PROBE)  # type: ignore[method-assign]
@@ -128,21 +124,6 @@ class Trap:
             self._synced.add(inode(os.fstat(number)))
 
         return counted
-
-    def _wrapped_save(self, save: Callable[..., None]) -> Callable[..., None]:
-        def counted(content: Any, file: Any, *args: Any, **options: Any) -> None:
-            if isinstance(file, str | os.PathLike) and self._operation("save", file):
-                self._save_half(save, content, Path(file))
-            save(content, file, *args, **options)
-
-        return counted
-
-    def _save_half(self, save: Callable[..., None], content: Any, path: Path) -> None:
-        buffer = io.BytesIO()
-        save(content, buffer)
-        self._in_hook.busy = True
-        path.write_bytes(buffer.getvalue()[: buffer.tell() // 2])
-        self._kill(f"{self._tears}, half of it")
 
     def _wrapped_open(self, open_: Callable[..., Any]) -> Callable[..., Any]:
         def torn_if_ordered(*args: Any, **options: Any) -> Any:

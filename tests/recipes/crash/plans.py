@@ -101,7 +101,7 @@ def one_of_each(seen: Scout, _: random.Random) -> Iterator[Point]:
 def between_models(seen: Scout, _: random.Random) -> Iterator[Point]:
     """Yield each operation on the value model: the policy is written and the value model is not yet complete."""
     for at, label in enumerate(seen.operations(TRAIN), start=1):
-        if f"/{VALUE_FOLDER}" in label and label.startswith(("mkdir", "save", "rename", "fsync")):
+        if f"/{VALUE_FOLDER}" in label and label.startswith(("mkdir", "write", "rename", "fsync")):
             yield Point(TRAIN, at, rank=at % 2)
             if can_be_torn(label):
                 yield Point(TRAIN, at, torn=True)
@@ -113,7 +113,7 @@ def random_stages(count: int) -> Aim:
 
 
 def can_be_torn(label: str) -> bool:
-    return label.startswith(("write", "save")) and not is_record(label)
+    return label.startswith("write") and not is_record(label)
 
 
 def is_record(label: str) -> bool:

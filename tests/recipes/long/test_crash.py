@@ -74,7 +74,8 @@ def test_signal_plans_cover_all_targets_rank_counts_and_stages() -> None:
 
 def change_files(room: Path) -> None:
     """Perform one of each operation of a save."""
-    torch.save({"weight": torch.ones(1000)}, room / "draft.pt")
+    with (room / "draft.pt").open("wb") as file:
+        torch.save({"weight": torch.ones(1000)}, file)
     with (room / "draft.json").open("w") as file:
         file.write("0123456789")
         file.flush()
@@ -87,7 +88,7 @@ def change_files(room: Path) -> None:
 
 
 OPERATIONS = [
-    *("save room/draft.pt", "write room/draft.json", "fsync room/draft.json", "rename room/draft.json"),
+    *("write room/draft.pt", "write room/draft.json", "fsync room/draft.json", "rename room/draft.json"),
     *("link room/latest", "mkdir room/old/inner", "mkdir room/old", "mkdir room/old/inner"),
     *("rmdir room/old/inner", "rmdir room/old", "unlink room/draft.pt"),
 ]
@@ -120,7 +121,7 @@ def test_hook_counts_every_operation(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("label", "left"),
     [
-        ("save room/draft.pt", []),
+        ("write room/draft.pt", []),
         ("rename room/draft.json", ["draft.json", "draft.pt"]),
         ("link room/latest", ["draft.pt", "manifest.json"]),
         ("rmdir room/old", ["draft.pt", "latest", "manifest.json", "old"]),
@@ -132,7 +133,7 @@ def test_hook_kills_before_the_operation(label: str, left: list[str], tmp_path: 
 
 
 @pytest.mark.parametrize(
-    ("label", "name"), [("save room/draft.pt", "draft.pt"), ("write room/draft.json", "draft.json")]
+    ("label", "name"), [("write room/draft.pt", "draft.pt"), ("write room/draft.json", "draft.json")]
 )
 def test_hook_kills_with_half_of_a_file_written(label: str, name: str, tmp_path: Path) -> None:
     (tmp_path / "whole").mkdir()

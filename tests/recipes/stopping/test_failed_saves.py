@@ -1,8 +1,11 @@
 """A failed save ends the run with one message on every rank."""
 
 import shutil
-from collections.abc import Callable
-from contextlib import nullcontext
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
@@ -13,7 +16,7 @@ import torch.distributed as dist
 
 from tests.ranks import run_on_ranks
 from tests.recipes.running import demo_config, load_ours
-from torchtune_adaptive.checkpoints import store
+from torchtune_adaptive.checkpoints import manager, store, waiting
 from torchtune_adaptive.errors import AdaptiveError
 from torchtune_adaptive.tune import distributed
 
@@ -41,6 +44,24 @@ def a_weight_of_rank_1_is_nan(recipe: Any, out: Path) -> None:
         next(recipe.model.parameters()).to_local().data.fill_(float("nan"))
 
 
+@contextmanager
+def slow_disk(recipe: Any, out: Path, *, patience_s: float = waiting.PATIENCE_S) -> Iterator[None]:
+    """Collective: let rank 0 write for twice as long as the timeout of the process group."""
+    write, timeout_s, group = manager.CheckpointManager._write, 4, dist.group.WORLD
+
+    def write_slowly(*args: Any) -> None:
+        time.sleep(2 * timeout_s)
+        write(*args)
+
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_s), group)
+    with (
+        mock.patch.object(manager.CheckpointManager, "_write", write_slowly),
+        mock.patch.multiple(waiting, MESSAGE_EVERY_S=0.5, PATIENCE_S=patience_s),
+    ):
+        yield
+    dist.distributed_c10d._set_pg_timeout(timedelta(minutes=5), group)
+
+
 class Case(NamedTuple):
     spoil: Callable[..., Any]
     text: tuple[str, ...]
@@ -55,11 +76,15 @@ CASES = {
     ),
     "full-nan": Case(a_weight_of_rank_1_is_nan, ()),
 }
+SLOW = {
+    "slow": Case(slow_disk, ()),
+    "stuck": Case(partial(slow_disk, patience_s=1.0), ("step_6 could not be saved", "rank 0 has made no progress for")),
+}
 
 
 def trained(name: str, folder: Path) -> tuple[str | None, list[str]]:
     """Collective: return the error of a run whose third checkpoint failed, and its complete checkpoints."""
-    case = CASES[name]
+    case = {**CASES, **SLOW}[name]
     recipe = load_ours(case.kind)(demo_config(case.kind, folder, *RUN))
     recipe.setup()
     save, saves = recipe.run.checkpoints.save, [0]
@@ -93,3 +118,14 @@ def test_every_rank_ends_with_path_cause_and_last_good_checkpoint(tmp_path: Path
         # if another run may have started, a checkpoint of this name may belong to it
         assert (good in message) == (CASES[name].text != IS_GONE)
         assert complete == [good, "step_2"], "complete checkpoints are kept"
+
+
+@pytest.mark.parametrize("name", SLOW)
+def test_a_save_may_take_longer_than_a_collective_while_rank_0_makes_progress(tmp_path: Path, name: str) -> None:
+    messages, complete = zip(
+        *run_on_ranks(2, trained, name, tmp_path / "run", timeout_s=90, in_group=False), strict=True
+    )
+    assert messages[0] == messages[1]
+    assert (messages[0] is None) == (name == "slow")
+    assert all(text in (messages[0] or "") for text in SLOW[name].text)
+    assert name == "stuck" or "step_6" in complete[0]

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.searched_model import Shape, Trained, search_within, state_of
+from torchtune_adaptive.engine import snapshot
 from torchtune_adaptive.engine.limits import RowLimit
 from torchtune_adaptive.engine.memory import MemoryMeter
 from torchtune_adaptive.engine.probes import TrainingStep
@@ -53,6 +54,56 @@ def test_search_restores_everything_bitwise(kind: str, resumed: bool):
         assert state_of(trained) == before
         assert all(now is then for now, then in zip(state_tensors(trained.optimizer), tensors, strict=True))
         assert meter.peak_bytes == meter.live_bytes
+
+
+def copied_bytes(optimizer: str, trained_before: bool, monkeypatch: pytest.MonkeyPatch) -> tuple[int, int]:
+    """Return the bytes of weights, and those that a search copies to the host."""
+    copied, to_host = [], snapshot._to_host
+
+    def counting(tensor: Tensor) -> Tensor:
+        copied.append(tensor.nbytes)
+        return to_host(tensor)
+
+    monkeypatch.setattr(snapshot, "_to_host", counting)
+    kind, options = OPTIMIZERS[optimizer]
+    with MemoryMeter() as meter:
+        trained = Trained(Shape(), kind, options)
+        if trained_before:
+            trained.train([2])
+        search_within(trained.step(), meter, 400_000)
+    return sum(each.nbytes for each in trained.model.parameters()), sum(copied)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "trained_before", "copies"),
+    [
+        ("AdamW, fused", False, 0),
+        ("SGD with momentum", False, 0),
+        ("AdamW, fused", True, 2),
+        ("Rprop, sign-based", False, 1),
+    ],
+)
+def test_search_copies_to_the_host_only_what_it_must(
+    optimizer: str, trained_before: bool, copies: int, monkeypatch: pytest.MonkeyPatch
+):
+    weights_bytes, copied = copied_bytes(optimizer, trained_before, monkeypatch)
+    assert abs(copied - copies * weights_bytes) < 1000, "buffers are copied, too, and zeros are not"
+
+
+def test_weights_survive_probes_whose_gradients_are_nan():
+    with MemoryMeter() as meter:
+        trained = Trained(Shape())
+        before, forward_backward = state_of(trained), trained.forward_backward
+
+        def with_nan(samples: Sequence[Tensor]) -> Totals:
+            totals = forward_backward(samples)
+            trained.model.head.weight.grad.fill_(float("nan"))
+            return totals
+
+        trained.forward_backward = with_nan
+        trained.__post_init__()
+        search_within(trained.step(), meter, 400_000)
+        assert state_of(trained) == before
 
 
 def test_failed_search_restores_everything():

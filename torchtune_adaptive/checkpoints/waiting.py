@@ -1,0 +1,46 @@
+"""Lets ranks wait for rank 0, for example while it writes a checkpoint, for longer than the timeout of a collective."""
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from threading import Thread
+from typing import TypeVar
+
+import torch.distributed as dist
+
+from torchtune_adaptive.engine.ranks import from_rank_0
+from torchtune_adaptive.errors import CollectiveFailedError
+
+Result = TypeVar("Result")
+Stuck = TypeVar("Stuck")
+
+MESSAGE_EVERY_S = 2.0
+"""Seconds between two messages to the ranks that wait. Less than any timeout of a process group."""
+PATIENCE_S, LEAST_BYTES = 1800.0, 2**20
+"""Rank 0 is stuck if it reads and writes fewer bytes than this in so many seconds."""
+
+
+def on_rank_0(work: Callable[[], Result], if_stuck: Stuck) -> Result | Stuck:
+    """Collective: call `work` in a thread of rank 0, and return its result, or `if_stuck`, on every rank. `work` must
+    neither communicate nor raise."""
+    message: list[Result | Stuck] = []
+    if dist.get_rank() != 0:
+        while not message:
+            message = from_rank_0(message)
+        return message[0]
+    results: list[Result] = []
+    thread = Thread(target=lambda: results.append(work()), daemon=True)
+    thread.start()
+    moved, until = -LEAST_BYTES, 0.0
+    while not message:
+        thread.join(MESSAGE_EVERY_S)
+        counters = Path("/proc/self/io").read_text().split()  # rchar: 4096 wchar: 4096 ...
+        if (now := int(counters[1]) + int(counters[3])) >= moved + LEAST_BYTES:
+            moved, until = now, time.monotonic() + PATIENCE_S
+        message = [*results] or [if_stuck] * (time.monotonic() > until)
+        try:
+            from_rank_0(message)
+        except CollectiveFailedError:  # a peer has exited
+            thread.join()
+            raise
+    return message[0]
