@@ -30,8 +30,8 @@ def newest_complete(args: Any, *, required: bool) -> str | None:
     if not required:
         return None
     raise ConfigError(
-        f"{folder} contains no complete checkpoint to resume from: pass resume_from_checkpoint='auto' to start from "
-        "the beginning in this case, or the path of a checkpoint, which is not checked"
+        f"{folder} contains no complete checkpoint to resume from: pass 'auto' instead of True to start from the "
+        "beginning in this case, or the path of a checkpoint, which is not checked"
     )
 
 
