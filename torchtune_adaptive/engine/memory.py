@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from torchtune_adaptive.errors import ConfigError, Remedy
-from torchtune_adaptive.formatting import MemorySize
+from torchtune_adaptive.formatting import MemorySize, format_bytes
 
 if TYPE_CHECKING:
     from torch._ops import OpOverload
@@ -195,7 +195,7 @@ class MemoryMeter(TorchDispatchMode):
                 self._update(tensor.untyped_storage(), may_be_new=effect is not _Effect.CHANGES_SIZE)
         if self.live_bytes > before and effect is not _Effect.MATCHED:
             try:
-                self._check(0, str(func))
+                self._check(self.live_bytes, self.live_bytes - before, str(func))
             except torch.OutOfMemoryError:
                 self.peak_bytes = peak_before
                 del result, tensor  # the traceback would keep them alive
@@ -211,7 +211,7 @@ class MemoryMeter(TorchDispatchMode):
         def counted_resize(storage: UntypedStorage, size: int) -> object:
             extra_bytes = size - storage.size()
             if extra_bytes > 0:
-                self._check(extra_bytes, "UntypedStorage.resize_")
+                self._check(self.live_bytes + extra_bytes, extra_bytes, "UntypedStorage.resize_")
             result = resize(storage, size)
             self._update(storage, may_be_new=extra_bytes > 0)
             return result
@@ -224,11 +224,11 @@ class MemoryMeter(TorchDispatchMode):
         UntypedStorage.resize_, self._resize = self._resize, None  # type: ignore[method-assign, assignment]
         super().__exit__(*error)
 
-    def _check(self, extra_bytes: int, what: str) -> None:
-        wanted = self.live_bytes + extra_bytes
-        if self.cap_bytes is not None and wanted > self.cap_bytes:
+    def _check(self, wanted_bytes: int, added_bytes: int, what: str) -> None:
+        if self.cap_bytes is not None and wanted_bytes > self.cap_bytes:
             raise torch.OutOfMemoryError(
-                f"{what} would raise the memory in use to {wanted} bytes, but the limit is {self.cap_bytes} bytes"
+                f"Tried to allocate {format_bytes(added_bytes)}: {what} would raise the memory in use to "
+                f"{wanted_bytes} bytes, but the limit is {self.cap_bytes} bytes"
             )
 
     def _update(self, storage: UntypedStorage, *, may_be_new: bool) -> None:

@@ -119,6 +119,8 @@ class AttemptReport(NamedTuple):
     """The number of the step; 0 in a probe of a search."""
     names: int = 0
     """A checksum of the names in `Totals.sums`."""
+    requested_bytes: int = 0
+    """The memory that the failed allocation has requested; 0 if unknown."""
 
     def to_row(self) -> list[float]:
         """Return the report as a row of numbers for `Agreement.gather`."""

@@ -37,7 +37,7 @@ from torchtune_adaptive.engine.collectives import CollectiveLedger
 from torchtune_adaptive.engine.governor import EXHAUSTED, RECOVERY, Change, Governor, LimitState, in_step
 from torchtune_adaptive.engine.limits import Limit, MicrobatchSize
 from torchtune_adaptive.engine.memory import Gauge, MemorySource
-from torchtune_adaptive.engine.oom import clear_frames, fatal_on_oom, is_oom, release_memory
+from torchtune_adaptive.engine.oom import clear_frames, fatal_on_oom, is_oom, release_memory, requested_bytes
 from torchtune_adaptive.engine.plans import Plan, load_of, plan_step, size_of, spread
 from torchtune_adaptive.engine.ranks import (
     Agreement,
@@ -67,7 +67,7 @@ from torchtune_adaptive.errors import (
     UnrecoverableError,
     without_backward,
 )
-from torchtune_adaptive.formatting import format_apart, is_whole
+from torchtune_adaptive.formatting import format_apart, format_bytes, is_whole
 
 logger = logging.getLogger(__name__)
 
@@ -241,6 +241,7 @@ class StepRunner(Generic[Sample]):
         sizes = (each.numel() * max(4, each.element_size()) for each in model.parameters() if each.requires_grad)
         self._whole_gradients = sum(sizes) if can_reduce_once else math.inf  # in bytes, at least those of fp32
         self._reduces_once, self._complete_steps = False, 0
+        self._requested_bytes = 0  # by the latest allocation that has failed on this rank
         self._equal_steps = EqualSteps(enabled=self._ledger.uses_ghost_passes or self._gathers_from_all)
         self._is_whole = fsdp.is_whole(model)
         averages = world_size() > 1 and self._is_whole
@@ -469,6 +470,7 @@ class StepRunner(Generic[Sample]):
                     with explaining_failures("a collective of the model"):
                         raise
                 raise
+            self._requested_bytes = requested_bytes(error)
             clear_frames(error)
         # outside of `except`, because the traceback in it keeps the activations of the failed pass alive
         self._ledger.end_failed_microbatch()
@@ -564,6 +566,7 @@ class StepRunner(Generic[Sample]):
             with_gradients=with_gradients,
             step=self.current_step or 0,
             names=zlib.crc32(repr(sorted(totals.sums)).encode()) if totals else 0,
+            requested_bytes=0 if totals else self._requested_bytes,
         )
         reports = gather_reports(self.recovery.agreement, mine)
         reports.check_positions()
@@ -608,8 +611,10 @@ class StepRunner(Generic[Sample]):
         """Announce that memory ran out at the smallest limit. Return the error, with the memory of the fullest rank."""
         fact, remedies = change.reason, [Remedy.SHORTER_SAMPLES, Remedy.CHECKPOINT_ACTIVATIONS, Remedy.MORE_RANKS]
         if (fullest := reports.fullest) is not None:
+            requested = max(report.requested_bytes for report in reports)
+            more = f", {format_bytes(requested)} more requested" if requested else ""
             peak, budget = format_apart(*fullest)
-            fact, remedies = f"{fact} (peak {peak} of a budget of {budget})", [*remedies, Remedy.LARGER_BUDGET]
+            fact, remedies = f"{fact} (peak {peak} of a budget of {budget}{more})", [*remedies, Remedy.LARGER_BUDGET]
         self._announce(replace(change, reason=fact), reports)
         return LimitExhaustedError(fact, *(without_backward(remedies) if self.trains is False else remedies))
 
