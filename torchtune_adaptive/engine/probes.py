@@ -20,6 +20,7 @@ from typing import Any, Generic, NamedTuple, Self, TypeAlias
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_iter
 
 from torchtune_adaptive.engine import fsdp
@@ -424,5 +425,6 @@ def profile_memory(
     """
     lengths = SampleLengths(step.length, step.shortest, step.knee, step.runner.kind.padded)
     with probing(step, memory, progress) as (prober, budget):
-        measure = partial(measure_profile, no_fit_error=prober.no_fit_error, most_rows=most_rows, agree=from_rank_0)
+        agree = _disable_current_modes()(from_rank_0)  # a full MemoryMeter would refuse the message
+        measure = partial(measure_profile, no_fit_error=prober.no_fit_error, most_rows=most_rows, agree=agree)
         return measure(prober.measure, budget, lengths)

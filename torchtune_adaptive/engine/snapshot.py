@@ -84,7 +84,9 @@ def restoring_state(models: Sequence[nn.Module], optimizers: Sequence[Optimizer]
             for plain, copied in zip(plain_tensors(tensor), parts, strict=True):
                 plain.detach().copy_(copied)
         rng.restore()
-    if any(changed := from_all_ranks(checksums_of(unchanged.values()) != sums)):
+    with _disable_current_modes():
+        changed = from_all_ranks(checksums_of(unchanged.values()) != sums)
+    if any(changed):
         raise UnrecoverableError(
             f"a search has changed the weights on rank {changed.index(True)}, and cannot restore them: in forward and "
             "update, change weights only by steps of the optimizers"
@@ -110,7 +112,7 @@ def _idle(optimizer: Optimizer, *_: object) -> None:
             tensor.zero_()
 
 
-@_disable_current_modes()  # a MemoryMeter that is full would refuse the few bytes of the sums
+@_disable_current_modes()  # here and below: a full MemoryMeter would refuse the few bytes of sums and messages
 def checksums_of(tensors: Iterable[Tensor]) -> list[float]:
     """Return the sum of the bits of each plain tensor, computed on its device without a copy."""
     integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
@@ -119,6 +121,7 @@ def checksums_of(tensors: Iterable[Tensor]) -> list[float]:
     return [each.sum(dtype=each.dtype).item() for each in bits]  # one by one, because devices may differ
 
 
+@_disable_current_modes()
 def copies_on_host(tensors: Collection[Tensor]) -> list[tuple[Tensor, list[Tensor]]]:
     """Collective: return each tensor, together with copies on the host of the plain tensors of which it consists.
     Raises an error on all ranks if they do not fit."""
