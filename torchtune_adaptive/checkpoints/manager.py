@@ -10,10 +10,9 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -45,6 +44,7 @@ from torchtune_adaptive.engine.oom import fatal_on_oom, is_oom
 from torchtune_adaptive.engine.ranks import from_all_ranks
 from torchtune_adaptive.engine.snapshot import RngState
 from torchtune_adaptive.errors import CheckpointError, NotLearningError, Remedy, RunStopped, UnrecoverableError
+from torchtune_adaptive.failed_writes import cause_of_failed_write, python_opens_files
 from torchtune_adaptive.formatting import format_bytes
 from torchtune_adaptive.lifecycle.console import log_if_slow, log_rank_0
 from torchtune_adaptive.lifecycle.run_state import THIS_RUN, RunPhase, now
@@ -174,7 +174,7 @@ class CheckpointManager:
         torchtune_logger.setLevel(logging.WARNING)  # hides lines that name files in the staging directory
         written = staging / f"epoch_{epoch}"
         try:
-            with _python_opens_files():
+            with python_opens_files():
                 self._checkpointer.save_checkpoint(state, epoch=epoch, intermediate_checkpoint=True, **options)
                 torch.save(random_states, written / store.RANDOM_FILE)
         finally:
@@ -228,28 +228,8 @@ def describe_failure(error: Exception, directory: Path) -> str:
     """Return the cause of a failed save, with a remedy if memory ran out, or else the free space of the disk."""
     if is_oom(error):
         return f"out of memory on rank {dist.get_rank()}: {' or '.join(KEYS[remedy] for remedy in REMEDIES)}"
-    # torch raises an error of its own after a failed write
-    cause = error.__context__ if isinstance(error.__context__, OSError) else error
-    text = in_a_line(cause)
-    if isinstance(cause, OSError) and cause.errno:
-        text = os.strerror(cause.errno) + f": {cause.filename}" * bool(cause.filename)
+    text = cause_of_failed_write(error) or in_a_line(error)
     return f"{text} ({format_bytes(shutil.disk_usage(directory).free)} free)"
-
-
-@contextmanager
-def _python_opens_files() -> Iterator[None]:
-    """Let torch.save write through Python's files, because errors of its own files lack the errno."""
-    save = torch.save
-
-    def save_to(obj: object, f: Any, *args: Any, **options: Any) -> None:
-        with open(f, "wb") if isinstance(f, str | os.PathLike) else nullcontext(f) as file:
-            save(obj, file, *args, **options)
-
-    torch.save = save_to
-    try:
-        yield
-    finally:
-        torch.save = save
 
 
 def out_of_memory_in(name: str, error: Exception) -> UnrecoverableError:

@@ -19,7 +19,7 @@ _COUNTER = "num_tokens"
 _CHOSEN, _REJECTED, _MARGINS = "rewards/chosen", "rewards/rejected", "rewards/margins"
 
 
-class Value(NamedTuple):
+class WeightedMetric(NamedTuple):
     """A metric of a microbatch, and its weight in the mean over microbatches."""
 
     value: float
@@ -35,9 +35,9 @@ class BatchMetrics:
 
     def __init__(self, trainer: Any, mode: str) -> None:
         self._trainer, self._mode = trainer, mode
-        self._complete: list[dict[str, list[Value]]] = []
+        self._complete: list[dict[str, list[WeightedMetric]]] = []
         """For each batch since the last log, the values of its microbatches."""
-        self._current: dict[int, dict[str, list[Value]]] = {}
+        self._current: dict[int, dict[str, list[WeightedMetric]]] = {}
         """The same for the batches of the current step, by number."""
 
     @contextmanager
@@ -45,7 +45,7 @@ class BatchMetrics:
         """Run a microbatch, a part of this batch, inside the context. `rows` is 0 for a filler."""
         collected = getattr(self._trainer, "_metrics", {})
         lengths = {name: len(values) for name, values in collected.get(self._mode, {}).items()}
-        weights = _Weights.of(inputs, rows) if collected and rows else None
+        weights = _MetricWeights.of(inputs, rows) if collected and rows else None
         yield
         metrics = collected.get(self._mode, {})
         for name in metrics.keys() - {_COUNTER}:
@@ -53,7 +53,7 @@ class BatchMetrics:
             metrics[name] = values[:start]
             if weights is not None:
                 part = self._current.setdefault(batch, {}).setdefault(name, [])
-                part += [Value(value, weights.weight(name)) for value in values[start:]]
+                part += [WeightedMetric(value, weights.weight(name)) for value in values[start:]]
 
     def discard_step(self) -> None:
         """Delete the values of the current step, which is repeated."""
@@ -85,7 +85,7 @@ class BatchMetrics:
         self._complete.clear()
 
 
-def _combined(name: str, values: Sequence[Value]) -> float:
+def _combined(name: str, values: Sequence[WeightedMetric]) -> float:
     """Return the metric of the microbatches together: the smallest or largest value, or the weighted mean."""
     known = [each for each in values if not math.isnan(each.value)] or values
     numbers = [each.value for each in known]
@@ -97,7 +97,7 @@ def _combined(name: str, values: Sequence[Value]) -> float:
     return float(sum(map(mul, numbers, weights)) / sum(weights))
 
 
-class _Weights(NamedTuple):
+class _MetricWeights(NamedTuple):
     """The tokens in the loss of each row, and whether the row is a chosen answer."""
 
     tokens: Sequence[int]
@@ -105,7 +105,7 @@ class _Weights(NamedTuple):
     has_pairs: bool
 
     @staticmethod
-    def of(inputs: Mapping[str, Any], samples: int) -> _Weights:
+    def of(inputs: Mapping[str, Any], samples: int) -> _MetricWeights:
         """Return the weights of a collated microbatch. Waits for the device."""
         labels, mask = inputs.get("labels"), inputs.get("completion_mask")
         tokens = [1] * samples
@@ -116,7 +116,7 @@ class _Weights(NamedTuple):
             tokens = (mask if generated else mask[:, 1:]).sum(1).tolist()
         has_pairs = len(tokens) == 2 * samples  # of DPO: the chosen answers, then the rejected ones
         halves = [True] * samples + [False] * samples
-        return _Weights(tokens, halves if has_pairs else [*map(bool, inputs.get("label", tokens))], has_pairs)
+        return _MetricWeights(tokens, halves if has_pairs else [*map(bool, inputs.get("label", tokens))], has_pairs)
 
     def weight(self, name: str) -> int:
         """Return the weight of a metric of this name."""

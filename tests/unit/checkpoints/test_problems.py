@@ -13,6 +13,7 @@ from torchtune_adaptive.checkpoints import loading, manager
 from torchtune_adaptive.checkpoints.manager import describe_failure
 from torchtune_adaptive.config.remedies import KEYS
 from torchtune_adaptive.errors import CheckpointError, ConfigError
+from torchtune_adaptive.failed_writes import python_opens_files
 
 
 def test_operating_systems_reason_is_shown_with_its_file(tmp_path: Path) -> None:
@@ -25,7 +26,7 @@ def test_operating_systems_reason_is_shown_with_its_file(tmp_path: Path) -> None
 @pytest.mark.parametrize("numbers", [10, 10**6], ids=["at the end of the file", "before the end"])
 def test_reason_of_a_short_fault_of_the_disk_is_shown(tmp_path: Path, numbers: int) -> None:
     """torch's own error has no reason. Later writes would succeed, so they cannot show it either."""
-    with manager._python_opens_files(), pytest.raises((OSError, RuntimeError)) as failed:
+    with python_opens_files(), pytest.raises((OSError, RuntimeError)) as failed:
         torch.save({"weight": torch.zeros(numbers)}, "/dev/full")
     assert describe_failure(failed.value, tmp_path).startswith("No space left on device (")
     unknown = RuntimeError("unexpected pos 64 vs 0")
