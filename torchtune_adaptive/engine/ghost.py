@@ -404,6 +404,8 @@ class GhostMode(TorchDispatchMode):
         group = _group_of((*call.args, *call.kwargs.values()))
         if call.name not in _SUPPORTED or group is None:
             raise refusal(f"{full_name}{where} cannot be issued without data")
+        if group.size() > 1 and group.group_name not in messages():
+            raise refusal(f"{full_name}{where} uses the backend {dist.get_backend(group)}, which counts no messages")
         sizes = None if call.name in _OF_ANY_SIZE else tuple(each.shape for each in tensors)
         self.seen.append(SeenCollective(full_name, group.group_name, sizes, where))
         self._passed[group.group_name] += 1
