@@ -321,6 +321,13 @@ class _Call(NamedTuple):
     def run(self) -> Any:
         return self.func(*self.args, **self.kwargs)
 
+    def asynchronous(self) -> _Call:
+        """Return the call as an asynchronous one. `ProcessGroupNCCL` returns no work for a synchronous one, and waiting
+        for it would be a segmentation fault."""
+        names = [each.name for each in self.func._schema.arguments]  # before torch 2.15, asyncOp
+        flags = [name in ("async_op", "asyncOp") for name in names]
+        return self._replace(args=tuple(flag or each for flag, each in zip(flags, self.args, strict=False)))
+
     def run_for_real(self) -> Any:
         with unset_fake_temporarily():
             return self.run()
@@ -443,7 +450,7 @@ class GhostMode(TorchDispatchMode):
         """Collective: issue an operation with real tensors, and wait for it."""
         before = messages()[group.group_name]
         with explaining_failures("a collective of a repeated pass"), unset_fake_temporarily():
-            result = call.run()
+            result = call.asynchronous().run()
             if integers is not None:  # before the wait: if it runs out of memory, the next try needs these integers
                 self._log.append(Exchange(integers, result))
             _wait(result)

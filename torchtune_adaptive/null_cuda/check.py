@@ -140,9 +140,9 @@ def check(folder: Path | str, *, all_ranks: bool = True) -> Report:
             for side in [f"{rank.name} {verb}" for verb in verbs] if ">" in between else [rank.name]:
                 sides[side] = rank.calls[group, between][side]
     problems = [
-        f"{names[group]} create a communicator of {of[0].places[group][1]} ranks, and the others do not"
+        f"only {names[group]} create a communicator of {of[0].places[group][1]} ranks"
         for group, of in members.items()
-        if all_ranks and len(of) < of[0].places[group][1]
+        if all_ranks and len(of) != of[0].places[group][1]
     ]
     for (group, _), sides in lanes.items():
         for number, calls in enumerate(zip_longest(*sides.values()), 1):

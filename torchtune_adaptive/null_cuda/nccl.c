@@ -316,7 +316,8 @@ API int ncclCommSplit(Communicator *of, int color, int key, Communicator **out, 
   for (int i = 0; i < of->ranks; i++)
     if (all[i][0] == color) ranks++, rank += all[i][1] < key || (all[i][1] == key && i < of->rank);
   if (color < 0) return *out = NULL, SUCCESS;
-  return new_communicator(out, ranks, rank, (of->id * 0x9E3779B97F4A7C15 + of->splits * 0x10001 + color) >> 8);
+  uint64_t id = (of->id + of->splits) * 0x9E3779B97F4A7C15;
+  return new_communicator(out, ranks, rank, (id ^ id >> 31 ^ (uint64_t)color << 16) * 0xBF58476D1CE4E5B9 >> 8);
 }
 API const char *ncclGetErrorString(int error) {
   return error ? "unhandled cuda error (run with NCCL_DEBUG=INFO for details)" : "no error"; // as NCCL's

@@ -62,7 +62,7 @@ def test_call_that_one_rank_does_not_make_is_found(tmp_path: Path) -> None:
 @pytest.mark.parametrize("all_ranks", [True, False])
 def test_rank_that_does_not_create_a_communicator_is_found_if_it_runs(tmp_path: Path, all_ranks: bool) -> None:
     lines = [create("a", 0), reduce("a", ONE, 0), STREAM_WAITS]
-    missing = "rank 0 create a communicator of 2 ranks, and the others do not"
+    missing = "only rank 0 create a communicator of 2 ranks"
     assert problems_of(tmp_path, lines, all_ranks=all_ranks) == [missing] * all_ranks
 
 
