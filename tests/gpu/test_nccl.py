@@ -3,6 +3,7 @@
 import os
 from dataclasses import replace
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch.distributed as dist
@@ -24,7 +25,8 @@ CASES_OVER_NCCL = (
 )
 
 
-def sweep_over_nccl(case: AnyCase) -> Outcome:
+def sweep_over_nccl(case: AnyCase, folder: str) -> Outcome:
+    os.environ["NULL_CUDA_RECORD"] = folder  # on a null device, to split communicators
     os.environ["NCCL_MULTI_RANK_GPU_ENABLE"] = "1"  # NCCL 2.30 allows several ranks on one GPU
     dist.init_process_group("cuda:nccl,cpu:gloo", timeout=timedelta(seconds=120))
     use_gpu()
@@ -32,7 +34,9 @@ def sweep_over_nccl(case: AnyCase) -> Outcome:
 
 
 @pytest.mark.parametrize("case", CASES_OVER_NCCL, ids=lambda case: case.name)
-def test_gradient_after_recovery_over_nccl_is_bitwise_that_of_plain_fsdp(cuda: str, case: AnyCase) -> None:
+def test_gradient_after_recovery_over_nccl_is_bitwise_that_of_plain_fsdp(
+    cuda: str, case: AnyCase, tmp_path: Path
+) -> None:
     """On a null device, gradients are not compared."""
-    for outcome in run_on_ranks(case.world_size, sweep_over_nccl, case, timeout_s=60, in_group=False):
+    for outcome in run_on_ranks(case.world_size, sweep_over_nccl, case, str(tmp_path), timeout_s=60, in_group=False):
         assert outcome == (SAMPLED, SAMPLED, 0, 0)

@@ -109,16 +109,16 @@ def without_drains(*arguments: Any) -> Outcome:
     return sweep(*arguments)
 
 
-def scenarios(most: int) -> Iterator[tuple[AnyCase, str, int]]:
-    """Yield cases with a backend and the number of operations to try: every one for FSDP2 and hybrid sharding, up to
-    `most` for each case, and more on the backends that are not torch's default."""
+def scenarios(most: int, most_of_fsdp: int) -> Iterator[tuple[AnyCase, str, int]]:
+    """Yield cases with a backend and the number of operations to try: `most_of_fsdp` for FSDP2 and for hybrid sharding,
+    `most` for each other case, and more on the backends that are not torch's default."""
     joined = [case for case in CASES if not case.model.joined]  # the layout of samples changes no collective
     routed = [case for case in MESH_CASES if not case.name.startswith("sharded experts")]  # sizes depend on values
     on_pairs = [
         case for case in RECIPE_CASES if case.kind == "full_dpo" and case.name.endswith(("policy", "drain too"))
     ]
     named: dict[str, AnyCase] = {case.name: case for case in (*joined, *routed, *on_pairs)}
-    yield from ((named[name], BACKENDS[0], sys.maxsize) for name in ("plain", "hybrid"))
+    yield from ((named[name], BACKENDS[0], most_of_fsdp) for name in ("plain", "hybrid"))
     for backend in BACKENDS[1:]:
         yield from ((named[name], backend, 4 * most) for name in ("plain", "hybrid"))
     # nccl-lazy counts no messages, so it does not support ghost passes
@@ -129,11 +129,13 @@ def scenarios(most: int) -> Iterator[tuple[AnyCase, str, int]]:
 def main() -> int:
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     arguments.add_argument("--at-most", type=int, default=4, help="operations to try in a case (default: 4)")
+    every = {"type": int, "default": sys.maxsize}
+    arguments.add_argument("--of-fsdp", **every, help="the same for FSDP2 and hybrid sharding (default: every one)")
     arguments.add_argument("--case", default="", help="only cases whose name contains this")
     options = arguments.parse_args()
     rows = []
     with null_processes() as on_null:
-        for number, (case, backend, most) in enumerate(scenarios(options.at_most)):
+        for number, (case, backend, most) in enumerate(scenarios(options.at_most, options.of_fsdp)):
             if options.case not in case.name:
                 continue
             began = time.monotonic()

@@ -29,13 +29,21 @@ NAMED = {case.name: case for case in (*CASES, *MESH_CASES)}
 SAMPLED = 3  # operations of a step
 
 
-@pytest.mark.smoke("plain")
-@pytest.mark.parametrize("name", ["plain", "hybrid", "tensor parallel and sharded"])
+@pytest.mark.smoke("plain-nccl-ProcessGroupNCCL2")
+@pytest.mark.parametrize(
+    ("name", "backend", "class_"),
+    [
+        ("plain", "nccl", "ProcessGroupNCCL2"),
+        ("hybrid", "nccl", "ProcessGroupNCCL2"),
+        ("tensor parallel and sharded", "nccl", "ProcessGroupNCCL2"),
+        ("tensor parallel and sharded", "nccl-legacy", "ProcessGroupNCCL"),
+    ],
+)
 def test_ranks_issue_equal_calls_of_nccl_without_deadlock_when_one_runs_out_of_memory(
-    on_null: OnNull, name: str
+    on_null: OnNull, name: str, backend: str, class_: str
 ) -> None:
-    found = swept(on_null, NAMED[name], "nccl", SAMPLED)
-    assert found.backend == "ProcessGroupNCCL2"
+    found = swept(on_null, NAMED[name], backend, SAMPLED)
+    assert found.backend == class_
     assert found.problems == []
     assert found.outcome == (SAMPLED, SAMPLED, 0, 0)
 

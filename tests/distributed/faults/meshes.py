@@ -154,15 +154,14 @@ class RoutedExperts(nn.Module):
             else:  # as transformers does
                 theirs = torch.empty_like(counts)
                 dist.all_to_all_single(theirs, counts, group=self.group)
-            sends = [sum(each) for each in counts.view(self.ranks, -1).tolist()]
-            per_expert = theirs.view(self.ranks, -1).tolist()
-            receives = [sum(each) for each in per_expert]
+            of_them = theirs.cpu().view(self.ranks, -1)  # a null device computes no sums
+            sends, receives = counts.cpu().view(self.ranks, -1).sum(1).tolist(), of_them.sum(1).tolist()
         received = all_to_all_single_autograd(tokens[order // PER_TOKEN], receives, sends, self.group)
         # by rank and expert -> by expert
         own = torch.arange(EXPERTS // self.ranks, device=tokens.device).repeat(self.ranks)
         of_expert = own.repeat_interleave(theirs, output_size=sum(receives))
         by_expert = of_expert.argsort(stable=True)
-        found = self.experts(received[by_expert], [sum(each) for each in zip(*per_expert, strict=True)])
+        found = self.experts(received[by_expert], of_them.sum(0).tolist())
         back = torch.empty_like(found).index_copy(0, by_expert, found)
         back = all_to_all_single_autograd(back, sends, receives, self.group)
         weighted = back * scores.flatten()[order][:, None]
