@@ -27,7 +27,7 @@ llamafactory := 0.9.5
 ray := 2.60.0
 lightning := 2.6.6
 
-.PHONY: demo demo-rehearse demo-dpo demo-ppo demo-grpo demo-hf test test-all coverage test-gpu test-foreign test-frameworks test-hf test-null published lint faults versions soak crash bench gpu-day docs dist clean
+.PHONY: demo demo-rehearse demo-dpo demo-ppo demo-grpo demo-hf test test-all coverage test-gpu test-foreign test-frameworks test-hf test-nccl test-null published lint faults versions soak crash bench gpu-day docs dist clean
 
 demo: $(READY)
 	rm -rf runs/demo/full runs/demo/lora
@@ -108,6 +108,12 @@ $(VENV)/framework-%/ready: pyproject.toml
 test-null: $(READY)
 	$(BIN)/python -m pytest tests/null tests/rehearse tests/rehearse_recipe
 
+# recovery over torch's own NCCL process groups, without a GPU: every operation under FSDP2 and hybrid sharding, 4 operations of
+# 60 other cases. Half an hour on two idle cores
+test-nccl: $(READY)
+	$(BIN)/python -W ignore -m tests.null.nccl
+	$(BIN)/python -m tools.measured
+
 # rehearsals of scripts that use other libraries, in an environment of 7 GB without torchtune; writes the table of
 # docs/rehearsing.md. Twelve minutes on two idle cores, five of them for installation
 test-foreign: $(VENV)/foreign/ready
@@ -159,7 +165,7 @@ bench: $(PEERS)
 	$(BIN)/python -W ignore -m benchmarks 2>$(VENV)/bench.log || { tail -n 50 $(VENV)/bench.log; exit 1; }
 	$(BIN)/python -m tools.measured
 
-# the measurements that need a GPU, in about 12 minutes; ONLY="recovery rehearsals" runs only these parts; INTO= is the folder
+# the measurements that need a GPU, in about 15 minutes; ONLY="recovery rehearsals" runs only these parts; INTO= is the folder
 # of results, PATIENCE= a factor on the time limits
 gpu-day: $(READY)
 	$(BIN)/python -W ignore -m benchmarks.gpu_day $(if $(ONLY),--only $(ONLY)) $(if $(INTO),--into $(INTO)) $(if $(PATIENCE),--patience $(PATIENCE))

@@ -33,6 +33,7 @@ from torchtune_adaptive.atomic_files import read_json, reason, replace_file
 from torchtune_adaptive.null_cuda.build import LIBRARY
 
 LIMITS_S = {
+    "nccl": 180,
     "recovery": 180,
     "rehearsals": 180,
     "overhead": 180,

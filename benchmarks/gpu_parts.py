@@ -380,6 +380,7 @@ def train_mixed(headroom: float, steps: int) -> Row:
 
 
 PARTS: dict[str, Callable[[], Iterator[Row]]] = {
+    "nccl": lambda: tests("tests/gpu/test_nccl.py"),
     "recovery": lambda: tests("tests/gpu/test_allocator.py", "tests/gpu/test_recovery.py"),
     "meshes": lambda: tests("tests/gpu/test_meshes.py"),
     "rehearsals": rehearsals,

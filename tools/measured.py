@@ -158,11 +158,45 @@ def faults(rows: list[Row]) -> tuple[str, str]:
     return f"out-of-memory errors injected at single operations of a step (`make faults`), {cases}", answer
 
 
+def nccl(rows: list[Row]) -> tuple[str, str]:
+    what = (
+        f"the same over torch's NCCL process groups, on simulated GPUs ([`make test-nccl`](#nccl)), {len(rows)} cases"
+    )
+    return what, _matched(rows)
+
+
+def _matched(rows: list[Row]) -> str:
+    injected, recovered, calls, *wrong = (sum(row[key] for row in rows) for key in ("injected", "recovered", *CALLS))
+    mismatches, deadlocks = wrong
+    return (
+        f"{injected:,} injected, {recovered:,} recovered; {calls:,} calls of NCCL compared: {mismatches:,} mismatches, "
+        f"{deadlocks:,} deadlocks"
+    )
+
+
+def over_nccl(folder: Path = RESULTS) -> str:
+    """Return the table of all cases over NCCL."""
+    shown = [
+        "| case | class | ranks | operations | recovered | calls compared | mismatches | deadlocks |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    with naming("nccl", folder):
+        for row in rows_of("nccl", folder):
+            operations = f"{row['injected']:,}{' (every one)' * row['every operation']}"
+            counts = " | ".join(f"{row[key]:,}" for key in ("recovered", *CALLS))
+            shown.append(f"| {row['case']} | {row['class']} | {row['ranks']} | {operations} | {counts} |")
+    return "\n".join(shown) + "\n"
+
+
 SEARCHES = ("linear", "accelerate", "Lightning, power", "Lightning, binsearch")
 """Prefixes of the names of the searches; this package's is the first."""
 LARGE = {"pause": "pause", "resuming": "resume"}
 FAULTS = ("injected", "recovered", "hung", "wrong gradient")
-LINES = (overhead, startup, trainer, searches, recovery, saves, large_saves, packing, dealing, stages, rollouts, faults)
+CALLS = ("calls", "mismatches", "deadlocks")
+LINES = (
+    *(overhead, startup, trainer, searches, recovery, saves, large_saves, packing, dealing, stages, rollouts),
+    *(faults, nccl),
+)
 """Each function is named after its file of results and returns the cells of a line."""
 
 
@@ -184,6 +218,7 @@ def table(folder: Path = RESULTS) -> str:
 def glance(folder: Path = RESULTS) -> str:
     """Return the table of README: the results that a new reader asks about."""
     _, injected = faults(rows_of("faults", folder))
+    injected += f". Over torch's NCCL code, on simulated GPUs: {_matched(rows_of('nccl', folder))}"
     *recoveries, restart = rows_of("recovery", folder)
     lost, after = (span((row[key] for row in recoveries), 1) for key in ("lost steps", "step after"))
     again = restart["lost steps"]
@@ -215,11 +250,16 @@ def glance(folder: Path = RESULTS) -> str:
 
 
 def _outcomes(rows: list[Row]) -> str:
-    ran = [row for row in rows if row["outcome"] != "skipped"]
-    if not ran:
-        return ""
-    failed = [row["test"] for row in ran if row["outcome"] != "passed"]
-    return f"{len(ran) - len(failed)} of {len(ran)} tests passed" + (f"; failed: {', '.join(failed)}" if failed else "")
+    found = [row for row in rows if "the GPU shows more" not in str(row.get("message"))]  # versions for the CPU
+    passed, skipped = (sum(row["outcome"] == outcome for row in found) for outcome in ("passed", "skipped"))
+    if passed + skipped == len(found):
+        return ", ".join([f"{passed} of {len(found)} tests passed"] + [f"{skipped} skipped"] * bool(skipped))
+    failed = [row["test"] for row in found if row["outcome"] not in ("passed", "skipped")]
+    return f"{passed} of {len(found)} tests passed, {skipped} skipped; failed: {', '.join(failed)}"
+
+
+def gpu_nccl(rows: list[Row]) -> str:
+    return _outcomes(rows)
 
 
 def gpu_recovery(rows: list[Row]) -> str:
@@ -280,6 +320,7 @@ def gpu_fragmentation(rows: list[Row]) -> str:
 
 
 GPU_PARTS = {
+    gpu_nccl: "recovery over NCCL on 2 and 4 ranks, with real values; ranks share the GPU if there is only one",
     gpu_recovery: "recovery on 1, 2 and 3 ranks that share the GPU, and memory limits that the allocator enforces",
     gpu_meshes: "recovery under tensor parallelism and FSDP2 (NCCL if there are several GPUs)",
     gpu_rehearsals: "steps whose allocated and reserved peaks equal the rehearsed ones, to the byte",
@@ -315,7 +356,12 @@ def begin(name: str) -> str:
     return f"<!-- {name}: made by tools/measured.py -->\n"
 
 
-TABLES = {"measured at a glance": glance, "measured": table, "measured on a GPU": on_a_gpu}
+TABLES = {
+    "measured at a glance": glance,
+    "measured": table,
+    "measured over NCCL": over_nccl,
+    "measured on a GPU": on_a_gpu,
+}
 
 
 def renewed(text: str) -> str:

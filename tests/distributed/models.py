@@ -28,6 +28,25 @@ VOCABULARY = 64
 
 Gradients = dict[str, Tensor | None]
 
+_device = torch.device("cpu")
+
+
+def device() -> torch.device:
+    """Return the device of models: the CPU, unless `use_gpu` was called."""
+    return _device
+
+
+def computes() -> bool:
+    """Return False on a null device, which runs no kernels."""
+    return _device.type == "cpu" or not torch.cuda.get_device_name(_device).startswith("null device")
+
+
+def use_gpu() -> None:
+    """From here on, in this process, build models on a GPU or null device; ranks share GPUs if there are too few."""
+    global _device
+    _device = torch.device("cuda", dist.get_rank() % torch.cuda.device_count())
+    torch.cuda.set_device(_device)
+
 
 @dataclass(frozen=True)
 class ModelConfig:
@@ -73,6 +92,7 @@ def build(config: ModelConfig) -> nn.Module:
     support_documents(model)
     for parameter in model.parameters():
         nn.init.normal_(parameter, 1.0 if parameter.dim() == 1 else 0.0, 0.05)
+    model = model if config.offload else model.to(device())
     if config.checkpointing == "full":
         training.set_activation_checkpointing(model, auto_wrap_policy={modules.TransformerSelfAttentionLayer})
     elif config.checkpointing == "selective":
@@ -91,7 +111,8 @@ def shard(model: nn.Module, config: ModelConfig) -> nn.Module:
     options = {"reshard_after_forward": config.reshard_after_forward, "mp_policy": policy}
     if config.offload:
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=False)
-        copy_offloaded_tensors()
+        if device().type == "cpu":
+            copy_offloaded_tensors()
     mesh = mesh_of(config.replicas)
     alone = ["output"] if config.head_chunks else []
     for name, module in reversed(list(model.named_modules())):
@@ -122,8 +143,8 @@ def mesh_of(replicas: int = 1) -> DeviceMesh:
     """Collective: return a mesh of all ranks in one or two dimensions."""
     ranks = dist.get_world_size()
     if replicas == 1:
-        return init_device_mesh("cpu", (ranks,))
-    return init_device_mesh("cpu", (replicas, ranks // replicas), mesh_dim_names=("replicate", "shard"))
+        return init_device_mesh(device().type, (ranks,))
+    return init_device_mesh(device().type, (replicas, ranks // replicas), mesh_dim_names=("replicate", "shard"))
 
 
 def samples_of(rank: int, count: int, seed: int = 0, longest: int = 8) -> list[Tensor]:
@@ -141,6 +162,8 @@ def forward_backward_of(model: nn.Module, *, joined: bool = False) -> Callable[[
     def forward_backward(samples: Sequence[Tensor]) -> Totals:
         tokens = nn.utils.rnn.pad_sequence(list(samples), batch_first=True)
         labels = nn.utils.rnn.pad_sequence(list(samples), batch_first=True, padding_value=-100)[:, 1:]
+        target_tokens = int((labels != -100).sum())
+        tokens, labels = tokens.to(device()), labels.to(device())
         with logits_only_for(
             model, partial(_filled_up, chunks) if (chunks := getattr(model, "num_output_chunks", 0)) else None
         ):
@@ -148,7 +171,7 @@ def forward_backward_of(model: nn.Module, *, joined: bool = False) -> Callable[[
         logits = (found if isinstance(found, Tensor) else torch.cat(found, 1))[:, : labels.size(1)]
         loss = F.cross_entropy(logits.reshape(-1, VOCABULARY).float(), labels.reshape(-1), reduction="sum")
         loss.backward()
-        return Totals(loss.detach(), int((labels != -100).sum()))
+        return Totals(loss.detach(), target_tokens)
 
     return forward_backward
 

@@ -9,6 +9,7 @@ this instead. Any other communication outside FSDP2 is detected, but cannot be c
 from __future__ import annotations
 
 import sys
+import zlib
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -243,6 +244,7 @@ class CollectiveLedger:
         With `reduce_once`, only the last microbatch reduce-scatters gradients.
         """
         self.position = 0
+        self._sent_before = messages() if self._ghosts else None
         self._stage, self._microbatches, self._number = stage, microbatches, -1
         if self._counts:
             self._message_counters = [counter for _, counter in message_counters()]
@@ -411,6 +413,19 @@ class CollectiveLedger:
     def progress(self) -> int:
         """A number that grows with every collective that this rank issues."""
         return messages().total() if self._ghosts else self.position
+
+    def positions_in_groups(self) -> int:
+        """Return this rank's part of `AttemptReport.positions_in_groups`, 0 without ghost passes.
+
+        In each group, every rank multiplies its number of messages by a weight, and the weights add up to 0.
+        """
+        if self._sent_before is None:
+            return 0
+        sent, total = messages() - self._sent_before, 0
+        for group, _ in message_counters():
+            weights = [zlib.crc32(f"{group.group_name} {each}".encode()) % 2**20 for each in range(group.size() - 1)]
+            total += sent[group.group_name] * [*weights, -sum(weights)][group.rank()]
+        return total
 
     def drain(self, passes: Sequence[Callable[[], object]], run_filler: Callable[[], object]) -> None:
         """Collective: issue the remaining collectives of this step, so that every peer can finish it.

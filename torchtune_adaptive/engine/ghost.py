@@ -321,6 +321,13 @@ class _Call(NamedTuple):
     def run(self) -> Any:
         return self.func(*self.args, **self.kwargs)
 
+    def asynchronous(self) -> _Call:
+        """Return the call as an asynchronous one. `ProcessGroupNCCL` returns no work for a synchronous one, and waiting
+        for it would be a segmentation fault."""
+        names = [each.name for each in self.func._schema.arguments]  # before torch 2.15, asyncOp
+        flags = [name in ("async_op", "asyncOp") for name in names]
+        return self._replace(args=tuple(flag or each for flag, each in zip(flags, self.args, strict=False)))
+
     def run_for_real(self) -> Any:
         with unset_fake_temporarily():
             return self.run()
@@ -404,6 +411,8 @@ class GhostMode(TorchDispatchMode):
         group = _group_of((*call.args, *call.kwargs.values()))
         if call.name not in _SUPPORTED or group is None:
             raise refusal(f"{full_name}{where} cannot be issued without data")
+        if group.size() > 1 and group.group_name not in messages():
+            raise refusal(f"{full_name}{where} uses the backend {dist.get_backend(group)}, which counts no messages")
         sizes = None if call.name in _OF_ANY_SIZE else tuple(each.shape for each in tensors)
         self.seen.append(SeenCollective(full_name, group.group_name, sizes, where))
         self._passed[group.group_name] += 1
@@ -441,7 +450,7 @@ class GhostMode(TorchDispatchMode):
         """Collective: issue an operation with real tensors, and wait for it."""
         before = messages()[group.group_name]
         with explaining_failures("a collective of a repeated pass"), unset_fake_temporarily():
-            result = call.run()
+            result = call.asynchronous().run()
             if integers is not None:  # before the wait: if it runs out of memory, the next try needs these integers
                 self._log.append(Exchange(integers, result))
             _wait(result)

@@ -69,7 +69,8 @@ def explaining_failures(what: str, already_matched: Callable[[], bool] = bool) -
 
 def comes_from_a_collective(error: Exception) -> bool:
     """Return True for an error of NCCL or gloo."""
-    return isinstance(error, dist.DistBackendError) or "/gloo/" in str(error)
+    # since torch 2.15, "nccl" raises a RuntimeError: "NCCL AllReduce failed: ..."
+    return isinstance(error, dist.DistBackendError) or re.search(r"/gloo/|\bNCCL \w+ failed: ", str(error)) is not None
 
 
 def _explanation(what: str, error: Exception) -> CollectiveFailedError:
@@ -85,7 +86,7 @@ def _explanation(what: str, error: Exception) -> CollectiveFailedError:
             f"{failed}; NCCL's communicator is broken after this error: restart from the last checkpoint",
             Remedy.ROOM_FOR_NCCL,
         )
-    text = re.sub(r"^\[\S+\] ", "", str(error)).partition(". ")[0]  # without gloo's file and line
+    text = re.split(r"\. |\s*\n", re.sub(r"^\[\S+\] ", "", str(error)))[0]  # without gloo's file and line
     other_causes = ", has raised an error, is in another collective," if "imed out" in text else ""
     return CollectiveFailedError(
         f"another rank has exited{other_causes} or the network has failed ({what} failed on rank {rank()}: {text}), "
@@ -110,6 +111,20 @@ def message_counters() -> Iterator[tuple[dist.ProcessGroup, Callable[[], int]]]:
             except RuntimeError:  # not supported, for example by the backend "fake"
                 continue
             yield group, counter
+
+
+def use_communicators(models: Iterable[nn.Module]) -> None:
+    """Collective, on a GPU: use each communicator of these models once, because NCCL may create it in its first use. In
+    a step, memory could be full, and NCCL allocates outside of torch's allocator."""
+    parameters = [parameter for model in models for parameter in model.parameters()]
+    meshes = {parameter.device_mesh for parameter in parameters if isinstance(parameter, DTensor)}
+    devices = {parameter.device.type for parameter in parameters} | {mesh.device_type for mesh in meshes}
+    used = {dist.group.WORLD, *(group for mesh in meshes for group in mesh.get_all_groups())}
+    for device in devices - {"cpu"} if world_size() > 1 else ():
+        for group in dist.distributed_c10d._world.pg_map:  # in the order in which all ranks have created the groups
+            if group in used and group.size() > 1:
+                with explaining_failures("the first use of a communicator"):
+                    dist.all_reduce(torch.zeros(1, device=device), group=group)
 
 
 class Agreement:

@@ -121,6 +121,9 @@ class AttemptReport(NamedTuple):
     """A checksum of the names in `Totals.sums`."""
     requested_bytes: int = 0
     """The memory that the failed allocation has requested; 0 if unknown."""
+    positions_in_groups: int = 0
+    """With ghost passes, a number whose sum over the ranks is 0 if the ranks of each process group have issued equally
+    many collectives."""
 
     def to_row(self) -> list[float]:
         """Return the report as a row of numbers for `Agreement.gather`."""
@@ -200,7 +203,8 @@ class AttemptReports(tuple[AttemptReport, ...]):
                 "different steps were added: if one rank leaves a step because of an error, all ranks must end"
             )
         positions = [report.position for report in self]
-        if len(set(positions)) > 1:
+        differ = self.failed and sum(report.positions_in_groups for report in self)  # after ghost passes
+        if differ or len(set(positions)) > 1:
             raise UnrecoverableError(
                 f"the ranks issued different numbers of collectives in one step ({positions}, by rank), so they have "
                 "exchanged wrong data; use the same model and the same number of samples on all ranks"

@@ -47,6 +47,7 @@ from torchtune_adaptive.engine.ranks import (
     explaining_failures,
     let_gloo_threads_finish,
     rank,
+    use_communicators,
     world_size,
 )
 from torchtune_adaptive.engine.results import (
@@ -138,6 +139,8 @@ class Recovery:
             raise ConfigError(f"regrow_after: {regrow_after!r} steps; give 0 (never) or a larger whole number")
         self.models, self.enabled, self.regrow_after = models, enabled, regrow_after
         self.stop_requested, self.on_change, self.on_attempt = stop_requested, on_change, on_attempt
+        if enabled:
+            use_communicators(models)
         self.ledger = CollectiveLedger(*models, counts=enabled, exchanges_activations=exchanges_activations)
         self.agreement = Agreement(REPORT_COLUMNS)
         self._stages: set[str] = set()
@@ -556,6 +559,7 @@ class StepRunner(Generic[Sample]):
             reading=reading,
             failed=totals is None,
             position=self._ledger.position,
+            positions_in_groups=self._ledger.positions_in_groups(),
             target_tokens=totals.target_tokens if totals else 0,
             # on a GPU, reading the loss would wait for the device, so it is reduced later
             loss_sum=totals.loss_sum.item() if totals and totals.loss_sum.device.type == "cpu" else 0.0,

@@ -8,29 +8,36 @@ from __future__ import annotations
 
 import ctypes
 import os
+from collections.abc import Callable
 from typing import Any
 
 from torchtune_adaptive.formatting import parse_amount
 from torchtune_adaptive.null_cuda.build import NullCudaError, build
 
 __all__ = [
-    "MAX_DEVICES", "NullCudaError", "build", "environment", "set_card", "set_memory",
-    "used_convolutions", "used_flops", "used_memory",
+    "MAX_DEVICES", "NullCudaError", "build", "environment", "record_host_call", "record_lines", "set_card",
+    "set_memory", "used_convolutions", "used_flops", "used_memory",
 ]  # fmt: skip
 
 MAX_DEVICES = 16
+_callbacks: list[Any] = []  # must live as long as the library may call them
 _PINNED, _MANAGED = MAX_DEVICES, MAX_DEVICES + 1  # as in null.h
 
 
 def environment(
-    *, memory: int | str | None = None, devices: int | str | None = None, capability: str | None = None
+    *,
+    memory: int | str | None = None,
+    devices: int | str | None = None,
+    capability: str | None = None,
+    record: str | None = None,
 ) -> dict[str, str]:
     """Return the environment variables that give a child process null devices, and build the library if needed.
 
     Without arguments, a process has one device of 80 GiB and compute capability 9.0. Processes do not share memory.
+    `record` is a folder in which every rank records its calls of NCCL (see `check.py`).
     """
     size = parse_amount(memory, "memory") if isinstance(memory, str) else memory
-    options = {"MEMORY": size, "DEVICES": devices, "CAPABILITY": capability}
+    options = {"MEMORY": size, "DEVICES": devices, "CAPABILITY": capability, "RECORD": record}
     library = build()
     return {
         "LD_PRELOAD": _prepended("LD_PRELOAD", str(library)),
@@ -53,6 +60,22 @@ def set_card(*, memory: int, devices: int) -> None:
 def set_memory(memory: int, *, device: int = 0, pinned: bool = False) -> None:
     """Set the memory limit of a device, or of pinned memory. Memory that is already allocated stays allocated."""
     _function("null_cuda_set_memory")(ctypes.c_int(_PINNED if pinned else device), ctypes.c_size_t(memory))
+
+
+def record_lines(line: Callable[[], str]) -> None:
+    """Add lines to the recording of NCCL: `line` returns the line of Python that this thread runs."""
+
+    def find(out: int, size: int) -> None:
+        text = line().encode()[: size - 1] + b"\0"
+        ctypes.memmove(out, text, len(text))
+
+    _callbacks.append(ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_size_t)(find))
+    _function("null_cuda_set_caller")(_callbacks[-1])
+
+
+def record_host_call(group: str, ranks: int, what: str) -> None:
+    """Add to the recording that the host waits for the other ranks of a group, for example in a collective of gloo."""
+    _function("null_cuda_host_call")(group.encode(), ctypes.c_int(ranks), what.encode())
 
 
 def used_memory(*, device: int = 0, pinned: bool = False, managed: bool = False) -> int:

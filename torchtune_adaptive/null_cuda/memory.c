@@ -96,6 +96,7 @@ int release(void *memory) {
       Block *block = *at;
       *at = block->next;
       used[block->place] -= block->counted;
+      before_release(block->start, block->bytes);
       munmap(block->start, block->bytes);
       free(block);
       break;
@@ -105,7 +106,7 @@ int release(void *memory) {
 }
 
 // Returns the place of an address; -1 for host memory that this library did not allocate.
-static int place_of(const void *memory) {
+int place_of(const void *memory) {
   int place = -1;
   pthread_mutex_lock(&lock);
   for (Block *block = blocks; block && place < 0; block = block->next)
@@ -119,13 +120,13 @@ static int on_card(const void *memory) {
 }
 
 API int cudaMalloc(void **out, size_t bytes) { return allocate(current_device(), bytes, out); }
-API int cudaFree(void *memory) { return release(memory); }
+API int cudaFree(void *memory) { return freed(), release(memory); }
 API int cudaMallocAsync(void **out, size_t bytes, void *stream) { return allocate(current_device(), bytes, out); }
 API int cudaFreeAsync(void *memory, void *stream) { return release(memory); }
 API int cudaHostAlloc(void **out, size_t bytes, unsigned flags) { return allocate(PINNED, bytes, out); }
 API int cudaMallocHost(void **out, size_t bytes) { return allocate(PINNED, bytes, out); }
 API int cudaMallocManaged(void **out, size_t bytes, unsigned flags) { return allocate(MANAGED, bytes, out); }
-API int cudaFreeHost(void *memory) { return release(memory); }
+API int cudaFreeHost(void *memory) { return freed(), release(memory); }
 
 static int memory_info(size_t *left, size_t *total) {
   int place = current_device();
@@ -211,6 +212,7 @@ static int written(Pagemap *map, const char *at) {
 }
 
 static void copy(char *to, const char *from, size_t bytes) {
+  before_copy(to, from, bytes);
   int known = place_of(from) >= 0;
   if (bytes <= PAGE || !(on_card(from) || on_card(to))) {
     memcpy(to, from, bytes);
@@ -236,8 +238,11 @@ static void copy(char *to, const char *from, size_t bytes) {
   if (map.file >= 0) close(map.file);
 }
 
-API int cudaMemcpy(void *to, const void *from, size_t bytes, int kind) { return copy(to, from, bytes), SUCCESS; }
-API int cudaMemcpyAsync(void *to, const void *from, size_t bytes, int kind, void *stream) { return copy(to, from, bytes), SUCCESS; }
+API int cudaMemcpyAsync(void *to, const void *from, size_t bytes, int kind, void *stream) {
+  if (on_card(from) && place_of(to) < 0) copied_to_pageable(stream);
+  return copy(to, from, bytes), SUCCESS;
+}
+API int cudaMemcpy(void *to, const void *from, size_t bytes, int kind) { return cudaMemcpyAsync(to, from, bytes, kind, NULL); }
 API int cudaMemcpyPeerAsync(void *to, int there, const void *from, int here, size_t bytes, void *stream) {
   return copy(to, from, bytes), SUCCESS;
 }
@@ -246,6 +251,7 @@ API int cudaMemcpy2DAsync(char *to, size_t stride, const char *from, size_t thei
   return SUCCESS;
 }
 API int cudaMemset(void *at, int value, size_t bytes) {
+  before_release(at, bytes);
   if (value) memset(at, value, bytes);
   else clear(at, bytes);
   return SUCCESS;

@@ -23,3 +23,9 @@ void *new_handle(void);
 size_t null_cuda_used(int place);
 int allocate(int place, size_t bytes, void **out);
 int release(void *memory);
+int place_of(const void *memory);
+// The recording of NCCL (nccl.c): a copy reads results of collectives, and writes or releases memory that results would go to.
+void before_copy(const void *to, const void *from, size_t bytes);
+void before_release(const void *at, size_t bytes);
+void copied_to_pageable(void *stream); // waits for the stream
+void freed(void); // waits for the device

@@ -161,29 +161,3 @@ API int cudnnBackendGetAttribute(void *of, int name, int type, int64_t most, int
   if (number && most > 0) memset(out, 0, type == INT64 ? 8 : 4);
   return SUCCESS;
 }
-
-// NCCL: communicators of any size, whose collectives return at once and send nothing.
-typedef struct { int ranks, rank; } Communicator;
-typedef struct { char bytes[128]; } UniqueId;
-static int new_communicator(Communicator **out, int ranks, int rank) {
-  *out = malloc(sizeof **out);
-  return **out = (Communicator){ranks, rank}, SUCCESS;
-}
-API int ncclGetVersion(int *out) { return *out = NCCL_MAJOR * 10000 + NCCL_MINOR * 100 + NCCL_PATCH, SUCCESS; }
-API int ncclGetUniqueId(UniqueId *out) { return memset(out, 0, sizeof *out), SUCCESS; }
-API int ncclCommInitRank(Communicator **out, int ranks, UniqueId id, int rank) { return new_communicator(out, ranks, rank); }
-API int ncclCommInitRankConfig(Communicator **out, int ranks, UniqueId id, int rank, void *config) {
-  return new_communicator(out, ranks, rank);
-}
-API int ncclCommInitRankScalable(Communicator **out, int ranks, int rank, int ids, void *id, void *config) {
-  return new_communicator(out, ranks, rank);
-}
-API int ncclCommSplit(Communicator *of, int color, int key, Communicator **out, void *config) {
-  return new_communicator(out, of->ranks, key);
-}
-API int ncclCommCount(Communicator *of, int *out) { return *out = of->ranks, SUCCESS; }
-API int ncclCommUserRank(Communicator *of, int *out) { return *out = of->rank, SUCCESS; }
-ANSWERS(ncclCommGetAsyncError, int, 0)
-API int ncclCommMemStats(void *of, int which, uint64_t *out) { return *out = 0, SUCCESS; }
-API int ncclMemAlloc(void **out, size_t bytes) { return allocate(current_device(), bytes, out); }
-API int ncclMemFree(void *memory) { return release(memory); }

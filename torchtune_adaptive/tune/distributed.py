@@ -70,7 +70,8 @@ def join_on(device: torch.device) -> None:
     # gloo for tensors on the host
     backend = "gloo" if device.type == "cpu" else f"{device.type}:{backends[device.type]},cpu:gloo"
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-        dist.init_process_group(backend, **store_of_this_start())
+        # with `device_id`, NCCL creates its communicator now, and not in its first use
+        dist.init_process_group(backend, device_id=None if device.type == "cpu" else device, **store_of_this_start())
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
 

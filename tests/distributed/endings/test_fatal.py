@@ -249,6 +249,8 @@ def reasons() -> dict[str, str | None]:
     hooked[0].weight.register_post_accumulate_grad_hook(lambda parameter: None)
     reduced = fully_shard(linear(), mesh=flat)
     reduced.set_all_reduce_hook(lambda gradient: None)
+    symmetric = fully_shard(linear(), mesh=flat)
+    symmetric.set_symm_mem_for_comm()
     inner_only = linear()
     fully_shard(inner_only[0], mesh=flat)
     with pytest.raises(RecoveryUnsupportedError, match=r"a step of this model .*; pass Recovery"):
@@ -268,6 +270,7 @@ def reasons() -> dict[str, str | None]:
         "tensor parallel": why_recovery_is_off(distribute_module(linear(), flat)),
         "optimizer in backward": why_recovery_is_off(hooked),
         "all-reduce hook": why_recovery_is_off(reduced),
+        "symmetric memory": why_recovery_is_off(symmetric),
     }
 
 
@@ -279,5 +282,6 @@ def test_unsupported_models_are_refused_with_a_reason():
         assert "some of the ranks" in found["tensor parallel on some ranks"]
         assert "an optimizer in the backward" in found["optimizer in backward"]
         assert "all-reduce hook" in found["all-reduce hook"]
+        assert "set_symm_mem_for_comm" in found["symmetric memory"]
         assert "pass its `module` instead" in found["hooks of DDP"]
         assert all(found.values())

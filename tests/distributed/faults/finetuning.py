@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from tests.distributed.faults.bench import Bench, ForwardBackward, Parts
-from tests.distributed.models import ModelConfig, build, forward_backward_of, frozen, samples_of
+from tests.distributed.models import ModelConfig, build, device, forward_backward_of, frozen, samples_of
 from torchtune_adaptive.engine import buckets
 from torchtune_adaptive.engine.results import Totals
 
@@ -141,7 +141,7 @@ def asking(reference: nn.Module, train: ForwardBackward) -> ForwardBackward:
 
     def both(samples: Sequence[Tensor]) -> Totals:
         with torch.no_grad():
-            asked = reference(nn.utils.rnn.pad_sequence(list(samples), batch_first=True)).mean()
+            asked = reference(nn.utils.rnn.pad_sequence(list(samples), batch_first=True).to(device())).mean()
         totals = train(samples)
         return totals._replace(loss_sum=totals.loss_sum + asked)
 

@@ -29,7 +29,7 @@ from torchtune import modules, training
 from torchtune.models.llama3 import llama3
 
 from tests.distributed.faults.bench import Bench, Parts
-from tests.distributed.models import VOCABULARY
+from tests.distributed.models import VOCABULARY, computes, device
 from torchtune_adaptive.engine.results import Totals
 
 LENGTH, SAMPLES = 8, 4
@@ -68,7 +68,7 @@ class MeshCase:
 def mesh_of(case: MeshCase) -> DeviceMesh:
     """Collective."""
     sizes = (case.replicas, case.world_size // case.shared_by // case.replicas, case.shared_by)
-    return init_device_mesh("cpu", sizes, mesh_dim_names=("replicas", "shards", "shared"))
+    return init_device_mesh(device().type, sizes, mesh_dim_names=("replicas", "shards", "shared"))
 
 
 def tensor_parallel(case: MeshCase) -> nn.Module:
@@ -83,7 +83,7 @@ def tensor_parallel(case: MeshCase) -> nn.Module:
         intermediate_dim=24,
         max_seq_len=64,
     )
-    model = parallelize(model, mesh["shared"])
+    model = parallelize(model.to(device()), mesh["shared"])
     if case.checkpointing:
         training.set_activation_checkpointing(model, auto_wrap_policy={modules.TransformerSelfAttentionLayer})
     if case.world_size > case.shared_by:
@@ -139,9 +139,12 @@ class RoutedExperts(nn.Module):
         tokens = states.flatten(0, -2)
         every = self.router(tokens).softmax(-1)
         scores, experts = every.topk(PER_TOKEN, dim=-1)
-        if self.counts_mask:
+        if not computes():
+            every_expert, rest = divmod(experts.numel(), EXPERTS)
+            counts = torch.tensor([every_expert + (each < rest) for each in range(EXPERTS)]).to(tokens.device)
+        elif self.counts_mask:
             chosen = torch.zeros_like(every, dtype=torch.bool).scatter_(-1, experts, True)
-            counts = torch.zeros(EXPERTS, dtype=torch.long).add_(chosen.sum(0))
+            counts = tokens.new_zeros(EXPERTS, dtype=torch.long).add_(chosen.sum(0))
         else:
             counts = torch.histc(experts.flatten().float(), EXPERTS, 0, EXPERTS).long()
         order = experts.flatten().argsort(stable=True)
@@ -151,13 +154,14 @@ class RoutedExperts(nn.Module):
             else:  # as transformers does
                 theirs = torch.empty_like(counts)
                 dist.all_to_all_single(theirs, counts, group=self.group)
-            sends = counts.view(self.ranks, -1).sum(1).tolist()
-            receives = theirs.view(self.ranks, -1).sum(1).tolist()
+            of_them = theirs.cpu().view(self.ranks, -1)  # a null device computes no sums
+            sends, receives = counts.cpu().view(self.ranks, -1).sum(1).tolist(), of_them.sum(1).tolist()
         received = all_to_all_single_autograd(tokens[order // PER_TOKEN], receives, sends, self.group)
         # by rank and expert -> by expert
-        of_expert = torch.arange(EXPERTS // self.ranks).repeat(self.ranks).repeat_interleave(theirs)
+        own = torch.arange(EXPERTS // self.ranks, device=tokens.device).repeat(self.ranks)
+        of_expert = own.repeat_interleave(theirs, output_size=sum(receives))
         by_expert = of_expert.argsort(stable=True)
-        found = self.experts(received[by_expert], theirs.view(self.ranks, -1).sum(0).tolist())
+        found = self.experts(received[by_expert], of_them.sum(0).tolist())
         back = torch.empty_like(found).index_copy(0, by_expert, found)
         back = all_to_all_single_autograd(back, sends, receives, self.group)
         weighted = back * scores.flatten()[order][:, None]
@@ -199,11 +203,11 @@ class Mixture(nn.Module):
 
 def expert_parallel(case: MeshCase) -> nn.Module:
     """Collective: build a model with experts on all ranks. FSDP shards layers, and gathers them again in backward."""
-    every = init_device_mesh("cpu", (case.world_size,))
+    every = init_device_mesh(device().type, (case.world_size,))
     sizes = (case.experts_sharded_by, case.world_size // case.experts_sharded_by)
-    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("shards", "experts"))
+    mesh = init_device_mesh(device().type, sizes, mesh_dim_names=("shards", "experts"))
     layers = [RoutedExperts(mesh["experts"], counts_mask=each) for each in (False, True)]
-    model = Mixture(layers, checkpointing=case.checkpointing)
+    model = Mixture(layers, checkpointing=case.checkpointing).to(device())
     precision = MixedPrecisionPolicy(case.param_dtype)
     whole: set[nn.Parameter] = set()
     for layer in model.layers:
@@ -217,7 +221,7 @@ def expert_parallel(case: MeshCase) -> nn.Module:
 
 def sharded_experts(case: MeshCase) -> nn.Module:
     """Collective: build a model with experts, for FSDP alone: ranks exchange no activations."""
-    model = Mixture([LocalExperts(), LocalExperts()], checkpointing=case.checkpointing)
+    model = Mixture([LocalExperts(), LocalExperts()], checkpointing=case.checkpointing).to(device())
     for each in (*model.layers, model):
         fully_shard(each, mp_policy=MixedPrecisionPolicy(case.param_dtype))
     return model
@@ -297,10 +301,12 @@ def parts_of(case: MeshCase) -> Parts:
         tokens = nn.utils.rnn.pad_sequence([*samples], batch_first=True)
         labels = nn.utils.rnn.pad_sequence([*samples], batch_first=True, padding_value=-100)
         labels = F.pad(labels[:, 1:], (0, 1), value=-100)
+        target_tokens = int((labels != -100).sum())
+        tokens, labels = tokens.to(device()), labels.to(device())
         logits = model(tokens)
         with loss_parallel() if isinstance(logits, DTensor) else nullcontext():
             mean = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100)
-            loss = mean * (target_tokens := int((labels != -100).sum()))
+            loss = mean * target_tokens
             loss.backward()
         loss = loss.full_tensor() if isinstance(loss, DTensor) else loss
         return Totals(loss.detach(), target_tokens)

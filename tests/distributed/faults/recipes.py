@@ -14,6 +14,7 @@ from omegaconf import DictConfig
 from torch import Tensor
 
 from tests.distributed.faults.fault_variants import fail_there, operations_of, ways_to_fail
+from tests.distributed.models import device
 from tests.recipes.grpo.tiny import JUDGE, grpo_config
 from tests.recipes.ppo.rollouts import ppo_config
 from tests.recipes.running import demo_config, load_ours
@@ -86,6 +87,7 @@ RECIPE_CASES = tuple(cases())
 
 
 def config_of(kind: str, folder: Path, *overrides: str) -> DictConfig:
+    overrides = (f"device={device().type}", *overrides)
     if kind in ON_PAIRS:
         frozen = ["ref_checkpointer.sizes"] if kind == "full_dpo" else []
         models = [f"{section}.{size}" for section in ("model", "checkpointer.sizes", *frozen) for size in SIZES]

@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import pytest
@@ -155,6 +156,16 @@ def to_the_neighbour(value: Tensor) -> Tensor:
     return value
 
 
+@cache
+def group_without_counter() -> dist.ProcessGroup:
+    return dist.new_group(backend="fake")
+
+
+def over_a_group_without_counter(value: Tensor) -> Tensor:
+    dist.all_reduce(value.detach().clone(), group=group_without_counter())
+    return value
+
+
 KEPT: list[Tensor] = []
 
 
@@ -172,6 +183,7 @@ INSIDE: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
     "a random size": (sized_at_random, "allreduce_.* at test_meshes.py:"),
     "a random size from rank 0": (sized_by_rank_0, "allreduce_.* at test_meshes.py:"),
     "messages to one rank": (to_the_neighbour, "c10d::send at test_meshes.py:"),
+    "a group without a counter": (over_a_group_without_counter, "test_meshes.py:.*fake, which counts no messages"),
     "a tensor kept outside of modules": (kept_outside, r"keeps a tensor of \[4, 8\]"),
 }
 
@@ -180,6 +192,27 @@ INSIDE: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
 def test_pass_that_cannot_run_without_data_ends_all_ranks_with_the_reason(kind: str):
     with pytest.raises(RankFailed, match=f"RecoveryUnsupportedError: out of memory on rank 1, .*{INSIDE[kind][1]}"):
         run_on_ranks(2, fail_inside, kind, timeout_s=15)
+
+
+def communicate_once_too_often_in_a_failed_step() -> None:
+    group = dist.new_group()
+
+    def twice_on_rank_0(value: Tensor) -> Tensor:
+        dist.all_reduce(torch.ones(1), group=group)
+        if dist.get_rank() == 0 and runner.current_step == 1:
+            dist.all_reduce(torch.ones(1), group=group, async_op=True)
+        return value
+
+    runner = runner_with(twice_on_rank_0)
+    runner.run(samples(), step=0)
+    runner.model.zero_grad(set_to_none=True)
+    with FaultInjector(runner).fail_at(rank=1, step=1, operation=2):
+        runner.run(samples(), step=1)
+
+
+def test_ranks_at_different_collectives_of_a_group_end_together() -> None:
+    with pytest.raises(RankFailed, match="UnrecoverableError: the ranks issued different numbers of collectives"):
+        run_on_ranks(2, communicate_once_too_often_in_a_failed_step, timeout_s=15)
 
 
 def masked_on_all_ranks(value: Tensor) -> Tensor:

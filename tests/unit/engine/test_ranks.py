@@ -11,7 +11,7 @@ from torch import Tensor
 from tests.recipes.allocation_profile import profiled
 from torchtune_adaptive.engine import ranks
 from torchtune_adaptive.engine.plans import load_of
-from torchtune_adaptive.engine.ranks import EqualSteps, checksum, explaining_failures
+from torchtune_adaptive.engine.ranks import EqualSteps, checksum, comes_from_a_collective, explaining_failures
 from torchtune_adaptive.engine.results import AttemptReport, AttemptReports
 from torchtune_adaptive.errors import UnrecoverableError
 
@@ -45,6 +45,14 @@ def test_other_failures_are_attributed_to_a_peer_or_the_network():
         "another rank has exited or the network has failed (an FSDP collective failed on rank 0: Read error [::1]:4: "
         "Connection reset), so the ranks are out of step"
     )
+
+
+@pytest.mark.parametrize("kind", [torch.distributed.DistBackendError, RuntimeError])
+def test_errors_of_both_classes_of_nccl_are_recognized_and_end_at_the_first_line(kind: type[Exception]) -> None:
+    text = "NCCL AllGather failed: remote process exited or there was a network error \nNCCL Last Error: socketPoll"
+    assert comes_from_a_collective(kind(text))
+    assert not comes_from_a_collective(ValueError("NCCL is not installed"))
+    assert "or there was a network error), so the ranks are out of step" in explained(kind(text))
 
 
 def test_oom_before_a_collective_is_not_converted():

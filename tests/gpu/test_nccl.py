@@ -1,0 +1,42 @@
+"""Steps of several ranks recover over NCCL, with one GPU for each rank or with all ranks on one GPU."""
+
+import os
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from tests.distributed.faults.finetuning import CASES
+from tests.distributed.faults.meshes import MESH_CASES
+from tests.distributed.faults.sweeps import AnyCase, Outcome, sweep
+from tests.distributed.models import use_gpu
+from tests.ranks import run_on_ranks
+
+SAMPLED = 8  # operations of a step
+NAMED: dict[str, AnyCase] = {case.name: case for case in (*CASES, *MESH_CASES)}
+CASES_OVER_NCCL = (
+    NAMED["plain"],
+    replace(NAMED["plain"], name="plain, 4 ranks", world_size=4),
+    NAMED["hybrid"],
+    NAMED["tensor parallel"],
+    NAMED["tensor parallel and sharded"],
+)
+
+
+def sweep_over_nccl(case: AnyCase, folder: str) -> Outcome:
+    os.environ["NULL_CUDA_RECORD"] = folder  # on a null device, to split communicators
+    os.environ["NCCL_MULTI_RANK_GPU_ENABLE"] = "1"  # NCCL 2.30 allows several ranks on one GPU
+    dist.init_process_group("cuda:nccl,cpu:gloo", timeout=timedelta(seconds=120))
+    use_gpu()
+    return sweep(case, SAMPLED)
+
+
+@pytest.mark.parametrize("case", CASES_OVER_NCCL, ids=lambda case: case.name)
+def test_gradient_after_recovery_over_nccl_is_bitwise_that_of_plain_fsdp(
+    cuda: str, case: AnyCase, tmp_path: Path
+) -> None:
+    """On a null device, gradients are not compared."""
+    for outcome in run_on_ranks(case.world_size, sweep_over_nccl, case, str(tmp_path), timeout_s=60, in_group=False):
+        assert outcome == (SAMPLED, SAMPLED, 0, 0)

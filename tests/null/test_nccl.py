@@ -1,0 +1,215 @@
+"""Ranks over torch's own NCCL process groups, on null devices; `python -m tests.null.nccl` tries more cases."""
+
+import ctypes
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from tests.distributed.faults.finetuning import CASES
+from tests.distributed.faults.meshes import MESH_CASES
+from tests.distributed.models import ModelConfig, build, device, runner_of, samples_of
+from tests.null.full_card import everything_left
+from tests.null.nccl import BACKENDS, record_on_rank, swept, without_drains
+from tests.null.processes import OnNull
+from tests.ranks import use_next_port
+from torchtune_adaptive.engine.results import Totals
+from torchtune_adaptive.errors import CollectiveFailedError
+from torchtune_adaptive.null_cuda import set_memory
+from torchtune_adaptive.null_cuda.check import check
+from torchtune_adaptive.tune.distributed import join_on
+
+NAMED = {case.name: case for case in (*CASES, *MESH_CASES)}
+SAMPLED = 3  # operations of a step
+
+
+@pytest.mark.smoke("plain-nccl-ProcessGroupNCCL2")
+@pytest.mark.parametrize(
+    ("name", "backend", "class_"),
+    [
+        ("plain", "nccl", "ProcessGroupNCCL2"),
+        ("hybrid", "nccl", "ProcessGroupNCCL2"),
+        ("tensor parallel and sharded", "nccl", "ProcessGroupNCCL2"),
+        ("tensor parallel and sharded", "nccl-legacy", "ProcessGroupNCCL"),
+    ],
+)
+def test_ranks_issue_equal_calls_of_nccl_without_deadlock_when_one_runs_out_of_memory(
+    on_null: OnNull, name: str, backend: str, class_: str
+) -> None:
+    found = swept(on_null, NAMED[name], backend, SAMPLED)
+    assert found.backend == class_
+    assert found.problems == []
+    assert found.outcome == (SAMPLED, SAMPLED, 0, 0)
+
+
+@pytest.mark.smoke
+def test_check_finds_a_failed_rank_that_does_not_issue_what_its_peers_expect(on_null: OnNull) -> None:
+    [problem] = swept(on_null, NAMED["plain"], "nccl", SAMPLED, 1, without_drains).problems
+    assert re.fullmatch(
+        r"communicator of rank 0 and rank 1, call \d+: rank 0: all_gather of \d+ float32 at \S+collectives\.py:\d+; "
+        r"rank 1: nothing",
+        problem,
+    )
+
+
+def exchange() -> None:
+    """Collective: check the results of small collectives, as on GPUs."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    objects = [None] * ranks
+    dist.all_gather_object(objects, "x" * 10 * rank)
+    assert objects == ["x" * 10 * each for each in range(ranks)]
+    sent = [{"a": 5}, [rank]] if rank == 0 else [None, None]
+    dist.broadcast_object_list(sent, 0)
+    assert sent == [{"a": 5}, [0]]
+    numbers = torch.tensor([rank + 1] * ranks).to(device())
+    for operation, expected in ((dist.ReduceOp.SUM, 6), (dist.ReduceOp.MAX, 3), (dist.ReduceOp.MIN, 1)):
+        dist.all_reduce(reduced := numbers.clone(), operation)
+        assert reduced.tolist() == [expected] * ranks
+    dist.all_reduce(mean := torch.tensor([float(rank)]).to(device()), dist.ReduceOp.AVG)
+    assert mean.item() == 1
+    dist.reduce_scatter_tensor(total := torch.tensor([0]).to(device()), numbers)
+    assert total.item() == 6
+    received = torch.zeros_like(numbers)
+    dist.all_to_all_single(received, numbers)
+    assert received.tolist() == [1, 2, 3]
+    pairs = [
+        dist.P2POp(dist.isend, numbers[:1], (rank + 1) % ranks),
+        dist.P2POp(dist.irecv, received[:1], (rank - 1) % ranks),
+    ]
+    for work in dist.batch_isend_irecv(pairs):
+        work.wait()
+    assert received[0].item() == (rank - 1) % ranks + 1
+    if (pair := dist.new_group([0, 2])) != dist.GroupMember.NON_GROUP_MEMBER:
+        dist.broadcast(both := torch.tensor([rank]).to(device()), 2, group=pair)
+        assert both.item() == 2
+    model = DistributedDataParallel(nn.Linear(4, 4).to(device()))  # compares the sizes of parameters
+    model(torch.ones(2, 4, device=device())).sum().backward()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_small_tensors_and_objects_reach_the_other_ranks(on_null: OnNull, tmp_path: Path, backend: str) -> None:
+    on_null(record_on_rank, str(tmp_path), f"cuda:{backend}", exchange, ranks=3, in_group=False)
+    report = check(tmp_path)
+    assert report.problems == []
+    assert report.calls > 12
+
+
+def calls_with_a_full_card() -> dict[str, tuple[int, int, bool]]:
+    """Collective: issue collectives on a full card. Return how many the group has counted and NCCL has got, and whether
+    memory ran out."""
+    backend = dist.group.WORLD._get_backend(device())
+    elements = 2**21
+    [whole, part] = [torch.zeros(size, device=device()) for size in (2 * elements, elements)]
+    parts = [*whole.chunk(2)]
+    factor = torch.distributed._make_nccl_premul_sum(0.5)
+    collectives: dict[str, Callable[[], object]] = {
+        "all_gather": lambda: dist.all_gather_into_tensor(whole, part),
+        "reduce_scatter": lambda: dist.reduce_scatter_tensor(part, whole, dist.ReduceOp.AVG),
+        "reduce_scatter with a factor": lambda: dist.reduce_scatter_tensor(part, whole, factor),
+        "all_reduce": lambda: dist.all_reduce(part),
+        "all_reduce of masks": lambda: dist.all_reduce(part[:512].bool(), dist.ReduceOp.MAX),
+        "broadcast": lambda: dist.broadcast(part, 0),
+        "all_to_all": lambda: dist.all_to_all_single(whole[:elements], part),
+        "all_gather of a list": lambda: dist.all_gather(parts, part),
+        "barrier": dist.barrier,
+    }
+    found = {}
+    for name, issue in collectives.items():
+        issue()  # the first use may allocate what later ones keep
+        before = backend._get_sequence_number_for_group(), launches()
+        kept, failed = everything_left(), False
+        try:
+            issue()
+        except torch.OutOfMemoryError:
+            failed = True
+        found[name] = backend._get_sequence_number_for_group() - before[0], launches() - before[1], failed
+        del kept
+        set_memory(80 * 2**30, device=dist.get_rank())
+    return found
+
+
+def launches() -> int:
+    recording = Path(os.environ["NULL_CUDA_RECORD"]) / f"rank{dist.get_rank()}"
+    return sum(line.startswith("call") for line in recording.open())
+
+
+@pytest.mark.parametrize("backend", ["nccl", "nccl-legacy"])
+def test_collective_on_a_full_card_is_counted_exactly_if_it_is_launched(
+    on_null: OnNull, tmp_path: Path, backend: str
+) -> None:
+    arguments = str(tmp_path), f"cuda:{backend}", calls_with_a_full_card
+    for _, found in on_null(record_on_rank, *arguments, ranks=2, in_group=False):
+        assert all((counted == 0) == (launched == 0) == failed for counted, launched, failed in found.values()), found
+        of_fsdp = ("all_gather", "reduce_scatter", "reduce_scatter with a factor", "all_reduce")
+        assert [found[name] for name in of_fsdp] == [(1, 1, False)] * 4
+
+
+def failing_collective() -> str:
+    """Collective: NCCL fails inside a collective of the model, which is not FSDP's."""
+
+    class Communicating(nn.Linear):
+        def forward(self, value: Tensor) -> Tensor:
+            ctypes.CDLL(None).null_cuda_fail_nccl_after(0)
+            dist.all_reduce(torch.ones(1, device=device()))
+            return super().forward(value)
+
+    model = Communicating(4, 4).to(device())
+
+    def forward_backward(samples: list[Tensor]) -> Totals:
+        loss = model(torch.stack([*samples]).to(device())).sum()
+        return Totals(loss.detach(), 1)
+
+    runner = runner_of(model, 2, forward_backward)
+    with pytest.raises(CollectiveFailedError) as raised:
+        runner.run([torch.ones(4)] * 2, step=0)
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("backend", ["nccl", "nccl-legacy"])
+def test_error_inside_nccl_is_explained(on_null: OnNull, tmp_path: Path, backend: str) -> None:
+    for _, text in on_null(
+        record_on_rank, str(tmp_path), f"cuda:{backend}", failing_collective, ranks=2, in_group=False
+    ):
+        assert text.startswith("a collective of the model failed on rank ")
+        assert "NCCL's communicator is broken after this error: restart from the last checkpoint" in text
+
+
+def communicators_before_the_first_step() -> tuple[int, int]:
+    """Collective: return the number of communicators with and without a runner, which NCCL may create at first use."""
+    recording = Path(os.environ["NULL_CUDA_RECORD"]) / f"rank{dist.get_rank()}"
+    model = build(ModelConfig(replicas=2))
+    torch.cuda.synchronize()
+    before = recording.read_text().count("creates it")
+    runner = runner_of(model, 2)
+    after = recording.read_text().count("creates it")
+    runner.run(samples_of(dist.get_rank(), 4), step=0)
+    assert recording.read_text().count("creates it") == after
+    return before, after
+
+
+def test_every_communicator_exists_before_the_first_step(on_null: OnNull, tmp_path: Path) -> None:
+    arguments = str(tmp_path), "cuda:nccl-legacy,cpu:gloo", communicators_before_the_first_step
+    for _, found in on_null(record_on_rank, *arguments, ranks=4, in_group=False):
+        assert found == (0, 3)  # of all ranks, of the shards and of the replicas
+
+
+def communicators_after_joining() -> int:
+    """Collective: join a process group as recipes do."""
+    dist.destroy_process_group()
+    use_next_port()
+    recording = Path(os.environ["NULL_CUDA_RECORD"]) / f"rank{os.environ['RANK']}"
+    before = recording.read_text().count("creates it")
+    dist.Backend.default_device_backend_map["cuda"] = "nccl-legacy"  # which by default creates it at first use
+    join_on(device())
+    return recording.read_text().count("creates it") - before
+
+
+def test_recipes_create_the_communicator_when_they_join(on_null: OnNull, tmp_path: Path) -> None:
+    arguments = str(tmp_path), "cuda:nccl", communicators_after_joining
+    assert [found for _, found in on_null(record_on_rank, *arguments, ranks=2, in_group=False)] == [1, 1]
