@@ -34,10 +34,10 @@ TRIES = 3
 
 
 class Bucket:
-    """Parameters of one dtype and device, whose gradients are reduced together; or the weight of a sparse embedding."""
+    """Parameters of one dtype and device, whose gradients are reduced together. Sparse gradients become dense."""
 
-    def __init__(self, parameters: list[nn.Parameter], *, is_sparse: bool) -> None:
-        self.parameters, self._is_sparse = parameters, is_sparse
+    def __init__(self, parameters: list[nn.Parameter]) -> None:
+        self.parameters = parameters
         self.last: nn.Parameter | None = None
         """The parameter whose gradient completes the bucket, once the order is known; None if no gradient does."""
         self._ends = [*accumulate(each.numel() for each in parameters)]
@@ -61,16 +61,10 @@ class Bucket:
             each.grad = None
         self.has_gradient = [has or each is not None for has, each in zip(self.has_gradient, gradients, strict=True)]
         alone = gradients[0] if len(gradients) == 1 else None
-        if alone is not None and self._is_sparse:
-            views = [(alone if alone.is_sparse else alone.to_sparse(1)).div_(world_size())]
-        elif alone is not None and not alone.is_sparse and alone.stride() == self._strides[0]:
-            views = [alone.div_(world_size())]
-        elif self._is_sparse:
-            views = [self.zeros()]
-        else:
+        if alone is None or alone.is_sparse or alone.stride() != self._strides[0]:
             return self._copy(gradients)
-        self.reductions.append(views)
-        return views[0]
+        self.reductions.append([alone.div_(world_size())])
+        return alone
 
     def _copy(self, gradients: list[Tensor | None]) -> Tensor:
         first = self.parameters[0]
@@ -88,18 +82,15 @@ class Bucket:
     def zeros(self) -> Tensor:
         """Return zeros in the size of all gradients."""
         first = self.parameters[0]
-        if self._is_sparse:
-            no_rows = torch.empty(1, 0, dtype=torch.long, device=first.device)
-            return torch.sparse_coo_tensor(no_rows, first.new_empty(0, *first.shape[1:]), first.shape)
         return torch.zeros(self._ends[-1], dtype=_dtype_of(first), device=first.device)
 
 
 class GradientBuckets:
     """The buckets of a model, and the reductions of the current attempt."""
 
-    def __init__(self, model: nn.Module, issue: Callable[..., dist.Work | None]) -> None:
+    def __init__(self, issue: Callable[..., dist.Work | None]) -> None:
         """`issue` counts a collective, issues it and returns its work."""
-        self._model, self._issue = model, issue
+        self._issue = issue
         self._trained: list[int] = []
         self._buckets: list[Bucket] = []
         self._waiting: list[dist.Work] = []
@@ -112,7 +103,7 @@ class GradientBuckets:
         """Assign the trained ones of these parameters to buckets. All ranks must train the same parameters."""
         trained = [each for each in parameters if each.requires_grad]
         if [*map(id, trained)] != self._trained:
-            self._trained, self._buckets = [*map(id, trained)], [*_buckets_of(self._model, trained)]
+            self._trained, self._buckets = [*map(id, trained)], [*_buckets_of(trained)]
             self._order_known, self._tries = False, TRIES
 
     def begin(self) -> None:
@@ -218,14 +209,12 @@ def _dtype_of(parameter: nn.Parameter) -> torch.dtype:
     return getattr(parameter, "grad_dtype", None) or parameter.dtype
 
 
-def _buckets_of(model: nn.Module, parameters: Sequence[nn.Parameter]) -> Iterator[Bucket]:
+def _buckets_of(parameters: Sequence[nn.Parameter]) -> Iterator[Bucket]:
     """Yield the buckets in the order in which a backward probably completes them."""
-    embeddings = (each for each in model.modules() if isinstance(each, nn.Embedding | nn.EmbeddingBag))
-    sparse = {id(each.weight) for each in embeddings if each.sparse}
     buckets: list[list[nn.Parameter]] = []
     open_buckets: dict[object, list[nn.Parameter]] = {}
     for parameter in reversed(parameters):
-        kind = id(parameter) if id(parameter) in sparse else (_dtype_of(parameter), parameter.device)
+        kind = _dtype_of(parameter), parameter.device
         bucket = open_buckets.get(kind, [])
         limit = MOST_BYTES if len(buckets) > 1 else FIRST_BYTES
         if not bucket or sum(each.nbytes for each in [*bucket, parameter]) > limit:
@@ -234,4 +223,4 @@ def _buckets_of(model: nn.Module, parameters: Sequence[nn.Parameter]) -> Iterato
         bucket.append(parameter)
     order = {id(parameter): place for place, parameter in enumerate(reversed(parameters))}
     for bucket in sorted(buckets, key=lambda bucket: order[id(bucket[-1])]):
-        yield Bucket(bucket, is_sparse=id(bucket[0]) in sparse)
+        yield Bucket(bucket)

@@ -248,7 +248,7 @@ class StepRunner(Generic[Sample]):
         self._equal_steps = EqualSteps(enabled=self._ledger.uses_ghost_passes or self._gathers_from_all)
         self._is_whole = fsdp.is_whole(model)
         averages = world_size() > 1 and self._is_whole
-        self._buckets = GradientBuckets(model, self._ledger.issue_unrecorded) if averages else None
+        self._buckets = GradientBuckets(self._ledger.issue_unrecorded) if averages else None
         self.measure_memory(None)
 
     @property
