@@ -5,6 +5,7 @@ python -m tests.distributed.faults                     12 operations of every ca
 python -m tests.distributed.faults --at-most 50        50 operations of every case
 python -m tests.distributed.faults --all               every operation of every case: more than a day
 python -m tests.distributed.faults --case lora         only the cases whose name contains "lora"
+python -m tests.distributed.faults --case hybrid --ranks 8
 python -m tests.distributed.faults --case recipes      only the stages of DPO, PPO and GRPO
 python -m tests.distributed.faults --case torchtitan   torchtitan's models; needs torchtitan 0.3.0
 """
@@ -12,6 +13,7 @@ python -m tests.distributed.faults --case torchtitan   torchtitan's models; need
 import argparse
 import sys
 import time
+from dataclasses import replace
 from importlib.util import find_spec
 
 from benchmarks.results import save
@@ -34,11 +36,14 @@ def main() -> int:
     arguments.add_argument("--all", dest="at_most", action="store_const", const=sys.maxsize, help="try every operation")
     arguments.add_argument("--case", default="", help="only cases whose name contains this")
     arguments.add_argument("--timeout", type=float, default=900, help="seconds per case, on an idle machine")
+    arguments.add_argument("--ranks", type=int, help="run the named cases on this many ranks")
     options = arguments.parse_args()
     total, rows = Outcome(), []
     for number, case in enumerate(ALL_CASES):
         if options.case not in case.name:
             continue
+        if options.ranks:
+            case = replace(case, world_size=options.ranks)
         started = time.monotonic()
         outcome = outcome_of(
             case.name, case.world_size, sweep, case, options.at_most, False, number, timeout_s=options.timeout
