@@ -73,6 +73,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--skew", type=float, default=1, metavar="X",
         help="let a router send X times the average number of tokens to the first 1/X of its experts (default: 1)",
     )  # fmt: skip
+    parser.add_argument(
+        "--fixed", type=_fixed, action="append", default=[], metavar="FILE:LINE=N",
+        help="let this line read the integer N from the GPU, instead of 0; the report names such lines",
+    )  # fmt: skip
     parser.add_argument("--snapshot", metavar="FILE", help="write FILE for pytorch.org/memory_viz, and draw FILE.png")
     parser.add_argument("--format", choices=("text", "json"), default="text", help="output format")
     parser.add_argument("words", nargs=argparse.REMAINDER, metavar="command", help="the script and its arguments")
@@ -106,7 +110,7 @@ def run(options: argparse.Namespace) -> int:
         options.refuse("--snapshot needs an existing folder, one --gpu, one --ranks, no --price and no range")
     last = max([options.rank, *(options.together or [])])
     settings = RankSettings(last, options.ranks[0], 0, options.memory_overhead, options.steps, options.devices)
-    settings = settings._replace(together=options.together, skew=max(1, options.skew))
+    settings = settings._replace(together=options.together, skew=max(1, options.skew), fixed=dict(options.fixed))
     try:
         if (several or searched or options.advise) and Path(sys.argv[0]).name == "tune-adaptive":
             script = next((word for word in command if word.endswith(".py")), "")
@@ -177,6 +181,13 @@ def _cards(text: str) -> list[Gpu]:
     if unknown := [name for name in names if name not in GPUS]:
         raise ValueError(f"unknown GPU {unknown[0]!r}: choose from {', '.join(sorted(GPUS))}")
     return [GPUS[name] for name in names]
+
+
+def _fixed(text: str) -> tuple[str, int]:
+    if not re.fullmatch(r".+:\d+=\d+", text):
+        raise argparse.ArgumentTypeError(f"{text} is not a line and a number, as in train.py:12=512")
+    place, _, number = text.rpartition("=")
+    return place, int(number)
 
 
 def _price(text: str) -> list[tuple[str, float]]:

@@ -22,14 +22,15 @@ GIB = 2**30
 SHOWN_STEPS, SHOWN_PLACES = 20, 3
 DIFFERENT_ABOVE = 1.02
 """Steps have different peaks if one allocates more than this multiple of another."""
-INTEGER, MASK, ROUTING = "integer", "mask", "routing"
-"""Kinds of guessed values on which a tensor size may depend."""
+INTEGER, MASK, ROUTING, FIXED = "integer", "mask", "routing", "fixed"
+"""Kinds of values on which a tensor size may depend: guessed, or fixed by the user."""
 _GUESSED = {
     INTEGER: "an integer that a kernel would have computed was read as 0 at {places}: if a length or a number of rows "
-    "depends on it, training needs more memory (replace it by a fixed number to see how much)",
+    "depends on it, training needs more memory (to read N there: --fixed FILE:LINE=N)",
     MASK: "a mask that a kernel would have computed selected every element at {places}: training needs less memory",
     ROUTING: "tokens were spread evenly over the experts that are counted at {places}: a rank whose experts get more "
     "tokens needs more memory (try --skew 2)",
+    FIXED: "an integer that a kernel would have computed was read as the number of --fixed at {places}",
 }
 _HINTS = {
     r"ZeroDivisionError|FloatingPointError|ValueError: (math domain error|expected a positive input)": "a rehearsal "
@@ -188,7 +189,7 @@ class RehearsalResult:
 
     def verdict(self) -> str:
         """Return the result in one line."""
-        places = ", ".join(self._places(what) for what in _GUESSED if self._places(what))
+        places = ", ".join(self._places(what) for what in (INTEGER, MASK, ROUTING) if self._places(what))
         guessed = f"; sizes may depend on a guessed value at {places} (see below)" if places else ""
         if (error := self.out_of_memory) is not None:
             if error["in_search"] and self.message:

@@ -122,6 +122,8 @@ class RankSettings(NamedTuple):
     """The file for torch's memory snapshot, or empty."""
     skew: float = 1
     """How many times the average number of tokens a router sends to the experts that it uses."""
+    fixed: Mapping[str, int] = {}
+    """Integers that are read at `file:line` instead of 0."""
 
     def running(self, ranks: int) -> Sequence[int]:
         """Return the ranks that run, if there are this many in total."""

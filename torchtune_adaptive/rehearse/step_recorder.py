@@ -31,6 +31,7 @@ from torchtune_adaptive.null_cuda import used_convolutions, used_flops, used_mem
 from torchtune_adaptive.rehearsal_flag import REHEARSAL
 from torchtune_adaptive.rehearse.fake_ranks import after_import, replace_everywhere
 from torchtune_adaptive.rehearse.memory_history import UPDATE, MemoryHistory, memory_by_holder
+from torchtune_adaptive.rehearse.result import FIXED, INTEGER
 from torchtune_adaptive.rehearse.start import CannotRehearse, RankSettings
 from torchtune_adaptive.rehearse.step_trace import RECORDER
 
@@ -69,7 +70,7 @@ class StepRecorder:
         """Notes for the end of the report."""
         self._searching = False
         self._reads_memory = False
-        self._guesses = set[tuple[str, str, int]]()
+        self._guesses, self._fixed = set[tuple[str, str, int]](), settings.fixed
         self._optimizers = WeakSet[torch.optim.Optimizer]()
         self._have_stepped = set[WeakIdRef]()
         self._traced: int | None = 0 if settings.real else None
@@ -290,12 +291,18 @@ class StepRecorder:
             },
         )
 
-    def guessed(self, what: str, frame: FrameType) -> None:
-        """Record a place where the script reads a guessed value: once, and not if torch reads it to print a tensor."""
+    def guessed(self, what: str, frame: FrameType) -> int | None:
+        """Record a place where the script reads a guessed value: once, and not if torch reads it to print a tensor.
+
+        Return the integer that `--fixed` states for this place, if there is one.
+        """
         file, line = innermost(frame)
+        fixed = self._fixed.get(f"{file}:{line}") if what == INTEGER else None
+        what = what if fixed is None else FIXED
         if (what, file, line) not in self._guesses and frame.f_code.co_filename != torch._tensor_str.__file__:
             self._guesses.add((what, file, line))
             self.write("guess", {"what": what, "file": file, "line": line})
+        return fixed
 
     def write(self, kind: str, figures: Mapping[str, Any]) -> None:
         """Write a line, except in processes that the script forked."""
