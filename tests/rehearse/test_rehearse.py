@@ -938,6 +938,12 @@ def test_lbfgs_gives_no_prediction_but_a_remedy(rehearse: Rehearse) -> None:
     assert "LBFGS keeps up to 2 × history_size + 5 = 205 copies of its parameters" in answer.found["verdict"]
 
 
+def test_script_that_python_cannot_parse_has_no_answer_on_any_number_of_ranks(rehearse: Rehearse) -> None:
+    answer = rehearse("def (", "--ranks", "1,2")
+    assert [row["fits"] for row in answer.found] == [None, None]
+    assert "SyntaxError" in answer.found[0]["verdict"]
+
+
 def test_unbuffered_python_has_no_effect(rehearse: Rehearse) -> None:
     assert rehearse(ONE_STEP, command=("python", "-u", "train.py")).found["fits"]
 

@@ -13,7 +13,6 @@ import json
 import re
 import sys
 from functools import partial
-from operator import attrgetter
 from pathlib import Path
 
 from torchtune_adaptive.errors import ConfigError
@@ -23,7 +22,7 @@ from torchtune_adaptive.rehearse.gpus import GPUS, Gpu, local_gpu
 from torchtune_adaptive.rehearse.real import Comparison, run_real
 from torchtune_adaptive.rehearse.remedies import try_remedies
 from torchtune_adaptive.rehearse.result import RehearsalResult
-from torchtune_adaptive.rehearse.start import RankSettings, check_command, rehearse, rehearse_quietly, share_imports
+from torchtune_adaptive.rehearse.start import RankSettings, check_command, rehearse, rehearse_quietly
 from torchtune_adaptive.rehearse.sweep import SweepRow, as_table, compare, largest, range_in
 
 STEPS = 10
@@ -112,9 +111,6 @@ def run(options: argparse.Namespace) -> int:
     settings = RankSettings(last, options.ranks[0], 0, options.memory_overhead, options.steps, options.devices)
     settings = settings._replace(together=options.together, skew=max(1, options.skew), fixed=dict(options.fixed))
     try:
-        if (several or searched or options.advise) and Path(sys.argv[0]).name == "tune-adaptive":
-            script = next((word for word in command if word.endswith(".py")), "")
-            share_imports(script, max(cards, key=attrgetter("memory")).capability, sys.argv[0])
         if several:
             return _compare(options, command, cards, settings)
         if searched:

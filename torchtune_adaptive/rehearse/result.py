@@ -207,7 +207,7 @@ class RehearsalResult:
         if self.child:
             command = re.sub(r"^\S*python[\d.]* (-\w )*", "", self.child)
             remedy = f"rehearse that command instead, with --ranks: {command}"
-            if re.search("multiprocessing|rehearse.run_script|rehearse.shared_imports", command):
+            if re.search("multiprocessing|rehearse.run_script", command):
                 remedy = "move the function that it runs to a separate script, and rehearse that, with --ranks"
             return f"no answer: the script starts processes that use a GPU, which a rehearsal cannot follow: {remedy}"
         if self.status < 0:
