@@ -56,16 +56,16 @@ class Progress:
     total_epochs: int
     max_steps_per_epoch: int | None
     past: tuple[EpochSizes, ...] = ()
-    """The completed epochs; empty for torchtune's checkpoints."""
+    """The completed epochs."""
     current_epoch: EpochSizes | None = None
     """The epoch that has begun, if there is one. After a resume, it keeps these sizes, even if others fit."""
     steps_in_epoch: int = 0
     samples_in_epoch: int = 0
     """Number of samples of this epoch on which all ranks together have trained. Prefetched samples do not count."""
     step: int = 0
-    """Number of steps since the start of the run. 0 for torchtune's checkpoints, which do not contain it."""
+    """Number of steps since the start of the run."""
     limit: SavedLimits | None = None
-    """None before the first epoch and in torchtune's checkpoints."""
+    """None before the first epoch."""
     ranks: int
     """Number of data-parallel ranks that have saved this progress."""
     validated_step: int = 0
