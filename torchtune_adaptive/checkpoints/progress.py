@@ -120,7 +120,7 @@ class Progress:
         """Return the progress of a checkpoint, but with the number of epochs of the config. Logs other keys whose value
         in the config differs, because the value of the checkpoint is used."""
         torchtune_fields = {field: checkpoint[key] for field, key in TORCHTUNE_KEYS.items()}
-        other_fields = {"ranks": self.ranks, **json.loads(checkpoint.get(ADAPTIVE_KEY) or "{}")}
+        other_fields = {"ranks": self.ranks, **json.loads(checkpoint[ADAPTIVE_KEY])}
         past = tuple(EpochSizes(**sizes) for sizes in other_fields.pop("past", ()))
         current = EpochSizes(**sizes) if (sizes := other_fields.pop("current_epoch", None)) else None
         saved = Progress(**torchtune_fields, past=past, current_epoch=current, **other_fields)
