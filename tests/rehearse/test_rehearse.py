@@ -476,6 +476,7 @@ def test_script_that_exits_after_a_caught_oom_has_no_verdict(rehearse: Rehearse)
         ({}, ("--steps", "-1"), "argument --steps: -1 is not a number from 0"),
         ({}, ("--gpu", "h100", "--price", "h100=nan"), "h100=nan is not a name and a price, as in h100=2.49"),
         ({}, ("--devices", "17"), "argument --devices: invalid choice: 17"),
+        ({}, ("--fixed", "12=512"), "argument --fixed: 12=512 is not a line and a number, as in train.py:12=512"),
         ({}, ("--", "deepspeed", "--num_gpus", "8", "train.py"), "cannot be followed: rehearse train.py "),
         ({}, ("--snapshot", "nowhere/memory.pickle"), "--snapshot needs an existing folder"),
         ({}, ("--snapshot", "memory.pickle", "--gpu", "l4,h100"), "one --gpu"),
@@ -601,73 +602,46 @@ def test_values_computed_on_the_card_are_guessed_on_the_host_too(rehearse: Rehea
     assert [each["line"] for each in answer.found["guesses"]] == _marked(script)
 
 
-def test_number_that_can_become_no_size_is_not_reported(rehearse: Rehearse) -> None:
+def test_integers_that_the_user_states_are_read_and_no_longer_guessed(rehearse: Rehearse) -> None:
     script = """
         import torch
-        from types import SimpleNamespace
 
-        state, stats, correct, answers = SimpleNamespace(rows=0), {}, 0, torch.zeros(64, 10, device="cuda")
-        labels = torch.randint(0, 10, (64,), device="cuda")
-
-        def right():
-            return (answers.argmax(1) == labels).sum().item()
-
-        def longest():
-            return labels.max().item()  # guessed
-
-        correct += right()
-        count = (labels != 3).sum().item()
-        (answers.sum() / count).float()
-        stats["rows"] = int(labels.sum())
-        print(f"accuracy {correct / 64}", stats["rows"], labels.min().item())
-        torch.zeros(longest())
-        state.rows = 2 * labels.sum().item()  # guessed
-        torch.zeros(max(1, state.rows), 3)
-        if labels.max().item() > 3:  # guessed
-            pass
+        labels, answers = torch.randint(0, 10, (64,), device="cuda"), torch.zeros(64, 10, device="cuda")
+        rows = labels.max().item()  # guessed
+        columns = int(answers.sum())  # guessed
+        kinds = labels.unique().numel()  # guessed
+        first, *_ = answers.argmax(-1).tolist()  # guessed
+        print(rows, columns, kinds, first, flush=True)
+        torch.zeros(rows, 2**20, device="cuda")
     """
-    answer = rehearse(dedent(script) + dedent(ONE_STEP))
-    assert answer.status == 0, answer.printed
-    assert [each["line"] for each in answer.found["guesses"]] == _marked(script)
+    script = dedent(script) + dedent(ONE_STEP)
+    guessed, at = rehearse(script), _marked(script)
+    assert guessed.printed.startswith("0 0 1 0\n")
+    assert [(each["what"], each["line"]) for each in guessed.found["guesses"]] == [("integer", each) for each in at]
+    stated = [f"--fixed=train.py:{line}={number}" for line, number in zip(at, (512, 3, 7, 9), strict=True)]
+    fixed = rehearse(script, *stated)
+    assert fixed.printed.startswith("512 3 7 9\n")
+    assert [(each["what"], each["line"]) for each in fixed.found["guesses"]] == [("fixed", each) for each in at]
+    assert fixed.found["rank_peaks"][0]["allocated_bytes"] >= 2**31 > guessed.found["rank_peaks"][0]["allocated_bytes"]
+    assert "guessed" not in fixed.found["verdict"]
+    text = rehearse(script, *stated[:3], "--fixed", f"train.py:{at[3] + 1}=9", json_format=False).found  # a wrong line
+    assert f"sizes may depend on a guessed value at train.py:{at[3]} (see below)" in text
+    assert f"read as the number of --fixed at train.py:{at[0]}, train.py:{at[1]}, train.py:{at[2]}" in text
 
 
-def test_predictions_that_are_counted_or_decoded_on_the_host_are_not_reported(rehearse: Rehearse) -> None:
+def test_tensors_that_are_printed_or_checked_for_overflow_are_not_reported(rehearse: Rehearse) -> None:
     script = """
         import torch
-        from torch.nn.utils.rnn import pad_packed_sequence, pack_padded_sequence
 
-        class Tokenizer:
-            def batch_decode(self, rows):
-                return ["" for _ in rows]
-
-        answers, labels, correct, best = torch.zeros(64, 10, device="cuda"), torch.zeros(64, dtype=torch.long), 0, 0.0
-        predictions, seen = [], []
-        for _ in range(2):
-            predicted = answers.argmax(-1).cpu()
-            correct += (predicted == labels).sum().item()
-            predictions.append(answers.argmax(-1).cpu())
-            seen.extend(answers.argmax(-1).tolist())  # guessed
-        if correct / 128 > best or (torch.cat(predictions) == torch.cat([labels, labels])).float().mean() > best:
-            best = 1.0
-        print(Tokenizer().batch_decode(answers.argmax(-1).to("cpu").numpy()), max(seen))
         def has_overflow():  # as in DeepSpeed's ZeRO
-            overflow = torch.randint(2, (1,), dtype=torch.uint8, device="cuda")
-            overflow = (overflow if best else overflow.byte()).to("cuda")
-            overflow = overflow[0].item()
-            return bool(overflow)
+            return bool(torch.randint(2, (1,), dtype=torch.uint8, device="cuda").byte().to("cuda")[0].item())
 
         has_overflow()
+        answers = torch.zeros(64, 10, device="cuda")
         print(answers, answers.argmax(-1), answers > 0, f"{answers.argmax()} {torch.ones(()).cuda() + 1:.3f}")
-        stop = bool((answers.argmax(-1) > 10).sum().item())
-        if not stop:
-            torch.zeros(64, 1)[answers.argmax(-1).cpu()]  # guessed
-        lengths = 1 + answers.argmax(-1).cpu()  # guessed
-        pad_packed_sequence(pack_padded_sequence(torch.zeros(8, 64, 4), lengths))
-        [torch.zeros(size) for size in seen]
     """
     answer = rehearse(dedent(script) + dedent(ONE_STEP))
-    assert answer.status == 0, answer.printed
-    assert [each["line"] for each in answer.found["guesses"]] == _marked(script)
+    assert (answer.status, answer.found["guesses"]) == (0, []), answer.printed
 
 
 def test_generation_without_known_tokens_ends_at_its_limit(rehearse: Rehearse) -> None:
@@ -962,6 +936,12 @@ def test_lbfgs_gives_no_prediction_but_a_remedy(rehearse: Rehearse) -> None:
     answer = rehearse(dedent(ONE_STEP).replace("SGD", "LBFGS").replace("step()", "step(lambda: 0.0)"))
     assert answer.found["fits"] is None
     assert "LBFGS keeps up to 2 × history_size + 5 = 205 copies of its parameters" in answer.found["verdict"]
+
+
+def test_script_that_python_cannot_parse_has_no_answer_on_any_number_of_ranks(rehearse: Rehearse) -> None:
+    answer = rehearse("def (", "--ranks", "1,2")
+    assert [row["fits"] for row in answer.found] == [None, None]
+    assert "SyntaxError" in answer.found[0]["verdict"]
 
 
 def test_unbuffered_python_has_no_effect(rehearse: Rehearse) -> None:

@@ -19,7 +19,7 @@ from torchtune_adaptive.errors import AdaptiveError, ConfigError
 from torchtune_adaptive.rehearse.gpus import GPUS
 from torchtune_adaptive.rehearse.remedies import Words, that_fit
 from torchtune_adaptive.rehearse.result import RehearsalResult
-from torchtune_adaptive.rehearse.sweep import row_of
+from torchtune_adaptive.rehearse.sweep import SweepRow
 from torchtune_adaptive.rehearse_recipe import changes as changes_module
 from torchtune_adaptive.rehearse_recipe.changes import changes_to_try, training_command
 from torchtune_adaptive.rehearse_recipe.plan import print_plan
@@ -169,7 +169,7 @@ def test_training_command_has_the_changes_of_a_row_and_no_keys_of_this_command()
     request = demo_request("batch_size=64", "optimizer.fused=True", "price.h100=2", "world_size=2", "memory_limit=h100")
     found = RehearsalResult(usable_bytes=GIB, overhead_bytes=0, rank=0, ranks=16, status=0)
     label = "use_maximum_batch_size=True ~optimizer.fused"
-    command = training_command(request, row_of(found, GPUS["h100"], GIB, {}, label))
+    command = training_command(request, SweepRow(GPUS["h100"], found, label=label))
     assert command == (
         "tune run --nnodes 2 --nproc_per_node 8 --rdzv_backend c10d --rdzv_endpoint NODE0:29400 "
         "adaptive_full_finetune_distributed --config adaptive/demo/full device=cuda use_maximum_batch_size=True "

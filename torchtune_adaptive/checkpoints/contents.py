@@ -241,10 +241,7 @@ def capture_random_state() -> RandomState:
 
 def restore_random_state(folder: Path) -> str | None:
     """Restore this rank's generators from a checkpoint. If that is not possible, return the reason."""
-    path = folder / RANDOM_FILE
-    if not path.is_file():
-        return "the checkpoint has no random state"
-    states = torch.load(path, weights_only=True)
+    states = torch.load(folder / RANDOM_FILE, weights_only=True)
     if len(states) != dist.get_world_size():
         return f"the checkpoint has the random state of {count_of(len(states), 'rank')}"
     state: RandomState = states[dist.get_rank()]

@@ -63,15 +63,7 @@ def section_writing_to(cfg: DictConfig, key: str, staging: Path) -> dict[str, An
 
 def load(checkpointer: Checkpointer, files: Files | None) -> State:
     """Collective: load the initial weights, or the weights and state to resume from."""
-    if files is None:
-        return _on_all_ranks(checkpointer.load_checkpoint, "the weights")
-
-    def read() -> State:
-        state = checkpointer.load_checkpoint()
-        _check_same_epoch(state, files)
-        return state
-
-    return _on_all_ranks(read, f"checkpoint {files.folder}")
+    return _on_all_ranks(checkpointer.load_checkpoint, f"checkpoint {files.folder}" if files else "the weights")
 
 
 def _on_all_ranks(work: Callable[[], Value], what: str, key: str = "checkpointer") -> Value:
@@ -121,15 +113,3 @@ def check_copied_files(section: DictConfig) -> None:
                     f"checkpointer.checkpoint_dir: every save copies {path}, but it cannot be read, or is no "
                     "file: repair or remove it"
                 )
-
-
-def _check_same_epoch(state: State, files: Files) -> None:
-    """Raise ConfigError if weights and state are from different epochs, unless a manifest covers all files."""
-    if training.OPT_KEY not in state or not state[training.OPT_KEY]:
-        raise ConfigError(f"{files.recipe_state} has no optimizer state: the run cannot be resumed from it")
-    weights_of, state_of = files.folder.name, f"epoch_{int(state.get(training.EPOCHS_KEY) or 0) - 1}"
-    if not files.complete and weights_of.startswith("epoch_") and weights_of != state_of:
-        raise ConfigError(
-            f"resume_from_checkpoint is True, but the weights are from {weights_of} and the state in "
-            f"{files.recipe_state} is from {state_of}: use both of the same epoch"
-        )

@@ -56,16 +56,16 @@ class Progress:
     total_epochs: int
     max_steps_per_epoch: int | None
     past: tuple[EpochSizes, ...] = ()
-    """The completed epochs; empty for torchtune's checkpoints."""
+    """The completed epochs."""
     current_epoch: EpochSizes | None = None
     """The epoch that has begun, if there is one. After a resume, it keeps these sizes, even if others fit."""
     steps_in_epoch: int = 0
     samples_in_epoch: int = 0
     """Number of samples of this epoch on which all ranks together have trained. Prefetched samples do not count."""
     step: int = 0
-    """Number of steps since the start of the run. 0 for torchtune's checkpoints, which do not contain it."""
+    """Number of steps since the start of the run."""
     limit: SavedLimits | None = None
-    """None before the first epoch and in torchtune's checkpoints."""
+    """None before the first epoch."""
     ranks: int
     """Number of data-parallel ranks that have saved this progress."""
     validated_step: int = 0
@@ -120,7 +120,7 @@ class Progress:
         """Return the progress of a checkpoint, but with the number of epochs of the config. Logs other keys whose value
         in the config differs, because the value of the checkpoint is used."""
         torchtune_fields = {field: checkpoint[key] for field, key in TORCHTUNE_KEYS.items()}
-        other_fields = {"ranks": self.ranks, **json.loads(checkpoint.get(ADAPTIVE_KEY) or "{}")}
+        other_fields = {"ranks": self.ranks, **json.loads(checkpoint[ADAPTIVE_KEY])}
         past = tuple(EpochSizes(**sizes) for sizes in other_fields.pop("past", ()))
         current = EpochSizes(**sizes) if (sizes := other_fields.pop("current_epoch", None)) else None
         saved = Progress(**torchtune_fields, past=past, current_epoch=current, **other_fields)

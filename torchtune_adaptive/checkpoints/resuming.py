@@ -2,7 +2,7 @@
 
 resume_from_checkpoint: False    a fresh start, in an output directory without checkpoints
                         auto     from the newest intact checkpoint of this run, or fresh if it has none at all
-                        True     as in torchtune, from the files that the config names
+                        True     as in torchtune, from the checkpoint whose files the config names
 """
 
 from __future__ import annotations
@@ -115,18 +115,22 @@ def choose_checkpoint(
     settings: Settings, recipe: str, checkpoints: Sequence[FoundCheckpoint], steps: StepsOnRanks | None = None
 ) -> tuple[Files | None, Manifest | None]:
     """Return the files to resume from and their manifest, or None and None for a fresh start. Changes no file."""
-    if settings.resume_from_checkpoint is True:
-        files, manifest = named_files(settings, recipe, checkpoints)
-        if manifest is not None:
-            # only within an epoch, other data or another order would repeat samples and skip others
-            _check_same_run(manifest, settings, recipe, data=manifest.position.steps_in_epoch > 0)
-        return files, manifest
-    newest, skipped = store.newest_intact(checkpoints if settings.resume_from_checkpoint == AUTO else [])
+    named, candidates = settings.resume_from_checkpoint is True, list[FoundCheckpoint]()
+    if named:
+        candidates = [named_checkpoint(settings, recipe, checkpoints)]
+    elif settings.resume_from_checkpoint == AUTO:
+        candidates = [*checkpoints]
+    newest, skipped = store.newest_intact(candidates)
     for checkpoint in skipped:
+        if named:
+            raise _not_found(f"{checkpoint.path} {checkpoint.fault}", settings)
         logger.warning("skipped: %s %s", checkpoint.path, checkpoint.fault)
     if newest is not None and newest.manifest is not None:
-        _check_same_run(newest.manifest, settings, recipe)
-        _check_unfinished(newest.path, newest.manifest, settings, steps)
+        # between epochs, other data or another order would not repeat samples or skip others
+        between_epochs = named and newest.manifest.position.steps_in_epoch == 0
+        _check_same_run(newest.manifest, settings, recipe, data=not between_epochs)
+        if not named:
+            _check_unfinished(newest.path, newest.manifest, settings, steps)
         return store.files_of(newest.path, newest.manifest), newest.manifest
     if checkpoints:
         raise _has_checkpoints(checkpoints, settings)
@@ -185,64 +189,34 @@ def _check_shared(start: Start, settings: Settings) -> None:
         logger.warning("%s; checkpoints are only on rank 0's node", message)
 
 
-def named_files(
-    settings: Settings, recipe: str, checkpoints: Sequence[FoundCheckpoint]
-) -> tuple[Files, Manifest | None]:
-    """Return the files that the config names for `resume_from_checkpoint: True`, and their manifest if there is one.
+def named_checkpoint(settings: Settings, recipe: str, checkpoints: Sequence[FoundCheckpoint]) -> FoundCheckpoint:
+    """Return the checkpoint whose files the config names for `resume_from_checkpoint: True`.
 
-    If a named file is in a checkpoint with a manifest, all files are read from that checkpoint. torchtune's own recipes
-    save weights and recipe state in different folders. The config need not name a recipe state at its default path.
+    If the config names neither adapter nor state, as torchtune allows for adapters, this is the newest checkpoint.
     """
     directory, section = Path(settings.output_dir).absolute(), settings.config.checkpointer
-    state = directory / str(name) if (name := section.get("recipe_checkpoint")) else None
-    is_adapter = saves_adapters(recipe)
-    if is_adapter:
-        weights = [_adapter_named(section.get("adapter_checkpoint"), state, directory, checkpoints)]
-    else:
-        weights = [directory / name for name in file_names(section.get("checkpoint_files"))]
-    folders = {path.resolve().parent for path in (*weights, state) if path is not None}
-    named = [each for each in checkpoints if each.path.resolve() in folders]
-    for each in named:
-        if each.fault is not None and (each.path / store.MANIFEST_FILE).exists():
-            raise _not_found(f"{each.path} {each.fault}", directory)
-    complete = next((each for each in named if each.manifest), None)
-    if len({path.parent for path in weights}) > 1 or (complete is not None and len(folders) > 1):
+    adapter = [str(section.get("adapter_checkpoint") or "")] if saves_adapters(recipe) else None
+    names = [*(adapter or file_names(section.get("checkpoint_files"))), str(section.get("recipe_checkpoint") or "")]
+    paths = [directory / name for name in names if name]
+    folders = sorted({path.resolve().parent for path in paths})
+    if len(folders) > 1:
         raise ConfigError(
             "resume_from_checkpoint is True, but weights and state are from several checkpoints "
-            f"({', '.join(sorted(folder.name for folder in folders))}): name the files of one checkpoint, or remove "
+            f"({', '.join(folder.name for folder in folders)}): name the files of one checkpoint, or remove "
             "recipe_checkpoint"
         )
-    state = state or (weights[0].parent if complete else directory / store.RECIPE_STATE) / store.RECIPE_STATE_FILE
-    for path in (*weights, state):
+    for path in paths:
         if not os.path.isfile(path):
-            raise _not_found(f"checkpointer names {path}, which does not exist", directory)
-    if complete is not None and complete.manifest is not None:
-        if (name := store.changed_file(complete.path, complete.manifest)) is not None:
-            raise _not_found(f"{complete.path} is damaged: the content of {name} has changed", directory)
-        return store.files_of(complete.path, complete.manifest), complete.manifest
-    files = Files(
-        folder=weights[0].parent,
-        weights=() if is_adapter else tuple(map(str, weights)),
-        adapter=str(weights[0]) if is_adapter else None,
-        recipe_state=str(state),
-    )
-    return files, None
+            raise _not_found(f"checkpointer names {path}, which does not exist", settings)
+    found = next((each for each in checkpoints if not folders or each.path.resolve() == folders[0]), None)
+    if found is None:
+        raise _not_found(f"{folders[0] if folders else directory} is or contains no checkpoint", settings)
+    return found
 
 
-def _adapter_named(name: object, state: Path | None, directory: Path, checkpoints: Sequence[FoundCheckpoint]) -> Path:
-    """Return the adapter with this name. Without a name, return that next to the recipe state, or else the newest."""
-    if name:
-        return directory / str(name)
-    complete = [checkpoint.path.absolute() for checkpoint in checkpoints if checkpoint.manifest]
-    by_epoch = sorted(store.checkpoint_paths(directory), key=lambda path: -int(path.name.rpartition("_")[2]))
-    for folder in [*([state.parent] if state else []), *complete, *by_epoch]:
-        if folder.name.startswith("epoch_") and (folder / store.ADAPTER_FILE).is_file():
-            return folder / store.ADAPTER_FILE
-    raise _not_found(f"no checkpoint has an {store.ADAPTER_FILE}", directory)
-
-
-def _not_found(fact: str, directory: Path) -> ConfigError:
+def _not_found(fact: str, settings: Settings) -> ConfigError:
     return ConfigError(
         f"resume_from_checkpoint is True, but {fact}; resume_from_checkpoint=auto needs no names; names are relative "
-        f"to {directory}, for example checkpointer.checkpoint_files=[epoch_0/model-00001-of-00001.bin]"
+        f"to {Path(settings.output_dir).absolute()}, for example "
+        "checkpointer.checkpoint_files=[epoch_0/model-00001-of-00001.bin]"
     )

@@ -178,8 +178,6 @@ class Files:
     """The files of the full model; empty if only an adapter was saved."""
     adapter: str | None = None
     recipe_state: str | None = None
-    complete: bool = False
-    """True if a manifest covers all files. Otherwise, weights and state may be from different epochs."""
 
 
 def files_of(folder: Path, manifest: Manifest) -> Files:
@@ -191,7 +189,6 @@ def files_of(folder: Path, manifest: Manifest) -> Files:
         weights=tuple(paths[name] for name in sorted(paths) if WEIGHTS.fullmatch(name)),
         adapter=paths.get(ADAPTER_FILE),
         recipe_state=paths.get(RECIPE_STATE_FILE),
-        complete=True,
     )
 
 

@@ -8,13 +8,14 @@ from __future__ import annotations
 import argparse
 import os
 import shlex
+from collections.abc import Sequence
 from enum import IntEnum
 from pathlib import Path
 
-from torchtune_adaptive.checkpoints.store import find_checkpoints
+from torchtune_adaptive.checkpoints.store import FoundCheckpoint, find_checkpoints
 from torchtune_adaptive.formatting import printable
 from torchtune_adaptive.lifecycle import run_state
-from torchtune_adaptive.lifecycle.run_state import lock_holder
+from torchtune_adaptive.lifecycle.run_state import RunRecord, lock_holder
 
 
 class Condition(IntEnum):
@@ -40,41 +41,53 @@ def run(options: argparse.Namespace) -> int:
 
 def condition_of(directory: Path) -> tuple[Condition, list[str]]:
     """Return the condition of a run and the lines to print."""
-    run = run_state.read_record(directory)
-    active, found = lock_holder(directory), find_checkpoints(directory)
+    run, active, found = run_state.read_record(directory), lock_holder(directory), find_checkpoints(directory)
     if run is None and not found:
         return Condition.BROKEN, [f"{directory} {'contains no run' if os.path.isdir(directory) else 'is not a folder'}"]
-    newest = found[0] if found and found[0].manifest else None
-    if newest is not None and newest.manifest is not None:
-        position, is_last = str(newest.manifest.position), newest.manifest.finished
-        is_last &= run is None or run.serial <= newest.serial  # if not, the run was restarted later with more epochs
-    else:
-        position, is_last = "from the beginning, no checkpoint is saved yet", False
-    if active is not None or is_last:
-        condition, reason = (Condition.CAN_CONTINUE if active else Condition.FINISHED), position
-    elif run is not None and run.ended == run_state.ERROR:
-        condition, reason = Condition.BROKEN, run.message
-    elif newest is None and found:
-        condition, reason = Condition.BROKEN, "the run has no intact checkpoint"
-    else:
-        condition, reason = Condition.CAN_CONTINUE, position
+    condition, reason = _decide(run, active, found)
     lines = [f"running: {active}" if active else f"{condition.name.lower().replace('_', ' ')}: {reason}"]
-    if newest is not None and newest.manifest is not None:
-        lines.append(f"newest complete checkpoint: {newest.path} ({position}, {newest.manifest.saved_at})")
+    if found and (newest := found[0].manifest):
+        lines.append(f"newest complete checkpoint: {found[0].path} ({newest.position}, {newest.saved_at})")
     lines += [f"skipped: {each.path} {each.fault}" for each in found if each.manifest is None]
-    if active:
-        return condition, lines
-    if run is not None and run.ended in (run_state.SIGNALLED, run_state.STOPPED):
-        lines.append(f"last time: {run.message}")
-    elif run is not None and run.ended is None and condition is Condition.CAN_CONTINUE:
-        lines.append("last time: killed or crashed; later steps are not saved")
-    if newest is None and found:
-        lines.append("start over with another output_dir, or remove this one")
-    elif condition is not Condition.FINISHED:
-        once_fixed = "once that is fixed, " * (condition is Condition.BROKEN)
-        unknown_command = "the command that started it, with resume_from_checkpoint=auto"
-        command = f"cd {shlex.quote(run.folder)} && {run.command}" if run else unknown_command
-        if run and os.path.realpath(run.output_dir) != os.path.realpath(directory):  # it was copied or moved
-            command += f" output_dir={shlex.quote(os.path.abspath(directory))}"
-        lines.append(f"{once_fixed}{'resume' if newest else 'start over'} with: {command}")
+    if not active:
+        lines += _last_end(run, condition)
+    if not active and condition is not Condition.FINISHED:
+        lines.append(_remedy(directory, run, found, condition))
     return condition, lines
+
+
+def _decide(run: RunRecord | None, active: str | None, found: Sequence[FoundCheckpoint]) -> tuple[Condition, str]:
+    """Return the condition and its reason: the first that applies."""
+    newest = found[0].manifest if found else None
+    position = str(newest.position) if newest else "from the beginning, no checkpoint is saved yet"
+    # a run that was restarted later with more epochs begins with a higher serial
+    is_last = newest is not None and newest.finished and (run is None or run.serial <= newest.serial)
+    error = run.message if run and run.ended == run_state.ERROR else None
+    conditions = (
+        (active is not None, Condition.CAN_CONTINUE, position),
+        (is_last, Condition.FINISHED, position),
+        (error is not None, Condition.BROKEN, error or ""),
+        (bool(found) and newest is None, Condition.BROKEN, "the run has no intact checkpoint"),
+        (True, Condition.CAN_CONTINUE, position),
+    )
+    return next((condition, reason) for applies, condition, reason in conditions if applies)
+
+
+def _last_end(run: RunRecord | None, condition: Condition) -> list[str]:
+    """Return a line about how the run has ended last time, unless that is the reason for its condition."""
+    if run and run.ended in (run_state.SIGNALLED, run_state.STOPPED):
+        return [f"last time: {run.message}"]
+    killed = run is not None and run.ended is None and condition is Condition.CAN_CONTINUE
+    return ["last time: killed or crashed; later steps are not saved"] * killed
+
+
+def _remedy(directory: Path, run: RunRecord | None, found: Sequence[FoundCheckpoint], condition: Condition) -> str:
+    if found and found[0].manifest is None:
+        return "start over with another output_dir, or remove this one"
+    command = "the command that started it, with resume_from_checkpoint=auto"
+    if run is not None:
+        command = f"cd {shlex.quote(run.folder)} && {run.command}"
+        if os.path.realpath(run.output_dir) != os.path.realpath(directory):  # it was copied or moved
+            command += f" output_dir={shlex.quote(os.path.abspath(directory))}"
+    once_fixed = "once that is fixed, " * (condition is Condition.BROKEN)
+    return f"{once_fixed}{'resume' if found else 'start over'} with: {command}"

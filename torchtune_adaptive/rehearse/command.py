@@ -13,7 +13,6 @@ import json
 import re
 import sys
 from functools import partial
-from operator import attrgetter
 from pathlib import Path
 
 from torchtune_adaptive.errors import ConfigError
@@ -23,7 +22,7 @@ from torchtune_adaptive.rehearse.gpus import GPUS, Gpu, local_gpu
 from torchtune_adaptive.rehearse.real import Comparison, run_real
 from torchtune_adaptive.rehearse.remedies import try_remedies
 from torchtune_adaptive.rehearse.result import RehearsalResult
-from torchtune_adaptive.rehearse.start import RankSettings, check_command, rehearse, rehearse_quietly, share_imports
+from torchtune_adaptive.rehearse.start import RankSettings, check_command, rehearse, rehearse_quietly
 from torchtune_adaptive.rehearse.sweep import SweepRow, as_table, compare, largest, range_in
 
 STEPS = 10
@@ -73,6 +72,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--skew", type=float, default=1, metavar="X",
         help="let a router send X times the average number of tokens to the first 1/X of its experts (default: 1)",
     )  # fmt: skip
+    parser.add_argument(
+        "--fixed", type=_fixed, action="append", default=[], metavar="FILE:LINE=N",
+        help="let this line read the integer N from the GPU, instead of 0; the report names such lines",
+    )  # fmt: skip
     parser.add_argument("--snapshot", metavar="FILE", help="write FILE for pytorch.org/memory_viz, and draw FILE.png")
     parser.add_argument("--format", choices=("text", "json"), default="text", help="output format")
     parser.add_argument("words", nargs=argparse.REMAINDER, metavar="command", help="the script and its arguments")
@@ -87,42 +90,47 @@ def run(options: argparse.Namespace) -> int:
         cards = _cards(options.gpu or GPU)
     except (OSError, ValueError) as error:
         options.refuse(str(error))
-    if unpriced := dict(options.price).keys() - {card.name for card in cards}:
-        options.refuse(f"--price names {', '.join(sorted(unpriced))}, which --gpu does not: add it to --gpu")
     if options.memory is not None:
         cards = [card._replace(memory=options.memory) for card in cards]
-    several, on_gpus = len(cards) * len(options.ranks) > 1 or bool(options.price), options.real or options.compare
-    simulated = options.gpu, options.memory, options.ranks[0], options.devices, options.together
-    if on_gpus and (several or searched or any(each is not None for each in simulated)):
-        options.refuse(
-            "--real and --compare run the command as it is, on the GPUs of this machine: leave out --gpu, --memory, "
-            "--ranks, --devices, --together, --price and ranges (for several ranks, put torchrun before the script)"
-        )
-    if several and searched:
-        options.refuse("a range is searched on a single GPU: give one --gpu, one --ranks and no --price")
-    if options.rank and options.together is not None:
-        options.refuse("--together reports the fullest rank, and --rank a single one: leave out one of them")
-    if options.snapshot and (several or searched or not Path(options.snapshot).parent.is_dir()):
-        options.refuse("--snapshot needs an existing folder, one --gpu, one --ranks, no --price and no range")
+    for message, applies in _conflicts(options, cards, bool(searched)).items():
+        if applies:
+            options.refuse(message)
     last = max([options.rank, *(options.together or [])])
     settings = RankSettings(last, options.ranks[0], 0, options.memory_overhead, options.steps, options.devices)
-    settings = settings._replace(together=options.together, skew=max(1, options.skew))
+    settings = settings._replace(together=options.together, skew=max(1, options.skew), fixed=dict(options.fixed))
+    mode = _compare if _is_table(options, cards) else _search if searched else _run
     try:
-        if (several or searched or options.advise) and Path(sys.argv[0]).name == "tune-adaptive":
-            script = next((word for word in command if word.endswith(".py")), "")
-            share_imports(script, max(cards, key=attrgetter("memory")).capability, sys.argv[0])
-        if several:
-            return _compare(options, command, cards, settings)
-        if searched:
-            return _search(options, command, cards[0], settings)
-        return _run(options, command, cards[0], settings)
+        return mode(options, command, cards, settings)
     except NullCudaError as error:
         print(f"error: {error}", file=sys.stderr)
         return FAILED
 
 
-def _run(options: argparse.Namespace, command: list[str], card: Gpu, settings: RankSettings) -> int:
-    on_gpus = options.real or options.compare
+def _is_table(options: argparse.Namespace, cards: list[Gpu]) -> bool:
+    return len(cards) * len(options.ranks) > 1 or bool(options.price)
+
+
+def _conflicts(options: argparse.Namespace, cards: list[Gpu], searched: bool) -> dict[str, bool]:
+    """Return the errors about combinations of options, each with True if the options have it."""
+    table, unpriced = _is_table(options, cards), dict(options.price).keys() - {card.name for card in cards}
+    simulated = options.gpu, options.memory, options.ranks[0], options.devices, options.together
+    own = table or searched or any(each is not None for each in simulated)
+    no_folder = bool(options.snapshot) and not Path(options.snapshot).parent.is_dir()
+    return {
+        f"--price names {', '.join(sorted(unpriced))}, which --gpu does not: add it to --gpu": bool(unpriced),
+        "--real and --compare run the command as it is, on the GPUs of this machine: leave out --gpu, --memory, "
+        "--ranks, --devices, --together, --price and ranges (for several ranks, put torchrun before the script)": own
+        and (options.real or options.compare),
+        "a range is searched on a single GPU: give one --gpu, one --ranks and no --price": table and searched,
+        "--together reports the fullest rank, and --rank a single one: leave out one of them": bool(options.rank)
+        and options.together is not None,
+        "--snapshot needs an existing folder, one --gpu, one --ranks, no --price and no range": no_folder
+        or (bool(options.snapshot) and (table or searched)),
+    }
+
+
+def _run(options: argparse.Namespace, command: list[str], cards: list[Gpu], settings: RankSettings) -> int:
+    on_gpus, card = options.real or options.compare, cards[0]
     first = settings._replace(snapshot=options.snapshot or "")
     found = run_real(command, first) if on_gpus else rehearse(command, card, first)
     shown: RehearsalResult | Comparison = found
@@ -150,9 +158,9 @@ def _compare(options: argparse.Namespace, command: list[str], cards: list[Gpu], 
     return min(_status(row.fits) for row in rows)
 
 
-def _search(options: argparse.Namespace, command: list[str], card: Gpu, settings: RankSettings) -> int:
+def _search(options: argparse.Namespace, command: list[str], cards: list[Gpu], settings: RankSettings) -> int:
     report = partial(print, file=sys.stderr, flush=True)
-    value, found = largest(partial(rehearse_quietly, settings), command, card, settings.ranks, report)
+    value, found = largest(partial(rehearse_quietly, settings), command, cards[0], settings.ranks, report)
     if options.format == "json":
         print(json.dumps({"largest": value, **found.as_dict()}, indent=2))
     else:
@@ -177,6 +185,13 @@ def _cards(text: str) -> list[Gpu]:
     if unknown := [name for name in names if name not in GPUS]:
         raise ValueError(f"unknown GPU {unknown[0]!r}: choose from {', '.join(sorted(GPUS))}")
     return [GPUS[name] for name in names]
+
+
+def _fixed(text: str) -> tuple[str, int]:
+    if not re.fullmatch(r".+:\d+=\d+", text):
+        raise argparse.ArgumentTypeError(f"{text} is not a line and a number, as in train.py:12=512")
+    place, _, number = text.rpartition("=")
+    return place, int(number)
 
 
 def _price(text: str) -> list[tuple[str, float]]:

@@ -1,9 +1,4 @@
-"""Supply the values that a script reads from a null device, which runs no kernels; report guesses of sizes.
-
-If a script reads an integer by `.item()`, `int(...)` or `float(...)`, the source of the script is parsed to follow the
-integer through arithmetic, names, attributes, constant keys and returns. An integer that is only divided, printed,
-logged or passed to a Triton kernel does not become the size of a tensor, so it is not reported.
-"""
+"""Supply the values that a script reads from a null device, which runs no kernels; report guesses of sizes."""
 
 from __future__ import annotations
 
@@ -14,12 +9,12 @@ import functools
 import linecache
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from enum import Enum, auto
 from functools import partial
 from itertools import product
 from operator import attrgetter
-from types import CodeType, FrameType
+from types import FrameType
 from typing import Any
 
 import torch
@@ -81,12 +76,11 @@ class DeviceValues:
     """
 
     def __init__(self) -> None:
-        self.on_guess: Callable[[str, FrameType], object] = lambda what, frame: None
-        """Called if an unknown integer is read as 0, a mask selects everything, or a router is guessed."""
+        self.on_guess: Callable[[str, FrameType], int | None] = lambda what, frame: None
+        """Called if an unknown integer is read, a mask selects everything, or a router is guessed. It may return an
+        integer, which is then read instead of 0."""
         self.skew = 1.0
         self._routes = False  # True after a `topk`
-        self._reads = dict[tuple[tuple[CodeType, int], ...], bool]()
-        """For each place that reads a number, and its caller: True if the number can become a size."""
         self._writes = dict[int, tuple[StorageWeakRef, int | None]]()
         """Writes of the host, by address: the storage, and the version of the tensor after the write."""
 
@@ -124,9 +118,8 @@ class DeviceValues:
             return result
 
         def int_of_float(tensor: torch.Tensor) -> int:
-            if tensor.is_cuda and tensor.is_floating_point():
-                self.on_guess(INTEGER, _caller())
-            return to_int(tensor)
+            known = tensor.is_cuda and tensor.is_floating_point() and self.on_guess(INTEGER, _caller())
+            return known or to_int(tensor)
 
         def show_originals(dynamo: Any) -> None:
             def populate(fill: Callable[[], None] = dynamo.populate_builtin_to_tensor_fn_map) -> None:
@@ -231,8 +224,8 @@ class DeviceValues:
                 return result
             known = [each for each in given if not each.is_cuda or (each.numel() < LARGE and self._was_written(each))]
             if len(known) == len(given):
-                if self._routes and name in _COUNTS and _caller().f_code.co_name not in _HARMLESS_READERS:
-                    self.on_guess(ROUTING, _caller())
+                if self._routes and name in _COUNTS:
+                    self._guess(ROUTING)
                 # the CPU's histc supports only floats
                 convert = partial(_on_host, as_float=name == "histc")
                 found = function(*tree_map(convert, args), **tree_map(convert, kwargs))
@@ -306,11 +299,10 @@ class DeviceValues:
             copied.zero_()
         elif original.dtype is not torch.uint8 and _is_plain(original):  # pickled objects travel as bytes
             is_mask = original.dtype is torch.bool and original.numel() > 1
-            if source is Source.DEVICE:
-                copied.fill_(is_mask)
-            reader, is_check = _caller(), original.dtype is torch.bool and not is_mask  # a check for NaN
-            if not is_check and (is_mask or self._may_become_size(reader)):
-                self.on_guess(MASK if is_mask else INTEGER, reader)
+            is_check = original.dtype is torch.bool and not is_mask  # a check for NaN
+            known = None if is_check else self._guess(MASK if is_mask else INTEGER)
+            if source is Source.DEVICE or known is not None:
+                copied.fill_(known or is_mask)
 
     def _source_of(self, tensor: torch.Tensor) -> Source:
         if not _is_plain(tensor) or (tensor.is_floating_point() and tensor.numel() != 1):
@@ -330,8 +322,7 @@ class DeviceValues:
     def _number(self, tensor: torch.Tensor) -> Any:
         reader = _caller()
         if hasattr(tensor, _ALWAYS_TRUE) and self._source_of(tensor) is not Source.HOST:
-            parsed = _parsed(reader.f_code.co_filename)
-            return parsed is None or not parsed.ends_loop_at(reader.f_lineno)
+            return not _ends_loop(reader.f_code.co_filename, reader.f_lineno)
         source = self._source_of(tensor)
         if tensor.is_floating_point() and source is not Source.HOST:
             # Optimizers divide by their step count, which is on the device after their state was loaded: return 1.
@@ -339,16 +330,15 @@ class DeviceValues:
         if tensor.dtype is torch.bool and source is not Source.HOST and not self._was_written(tensor):
             lines = (linecache.getline(at.f_code.co_filename, at.f_lineno) for at in (reader, reader.f_back) if at)
             return any(line.lstrip().startswith("assert") for line in lines)
-        if source is not Source.HOST and tensor.dtype is not torch.bool and self._may_become_size(reader):
-            self.on_guess(INTEGER, reader)
+        known = self._guess(INTEGER) if source is not Source.HOST and tensor.dtype is not torch.bool else None
+        if known is not None:
+            return known
         return 0 if source is Source.DEVICE else self._cpu(tensor).item()
 
-    def _may_become_size(self, frame: FrameType) -> bool:
-        place = tuple((each.f_code, each.f_lasti) for each in (frame, frame.f_back) if each)
-        if place not in self._reads:
-            read = _may_become_size(frame, ("item", "int", "float", "cpu", "to", "tolist"))
-            self._reads[place] = read and frame.f_code.co_name not in _HARMLESS_READERS
-        return self._reads[place]
+    def _guess(self, what: str) -> int | None:
+        """Report a guess, except in functions that do not read sizes. Return the integer that the user knows."""
+        reader = _caller()
+        return None if reader.f_code.co_name in _HARMLESS_READERS else self.on_guess(what, reader)
 
     def _nonzero(self, mask: torch.Tensor) -> torch.Tensor:
         """Select all elements of an unknown mask, because this needs the most memory."""
@@ -367,11 +357,14 @@ class DeviceValues:
         """Wrap an operation whose result has a size that depends on values: run it on the host."""
 
         def run(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-            if self._source_of(tensor) is not Source.HOST:
-                if (size := kwargs.get("output_size")) is not None:  # of repeat_interleave
-                    return torch.empty(size, dtype=tensor.dtype, device=tensor.device)
-                self.on_guess(INTEGER, _caller())
-            return tree_map(lambda each: each.to(tensor.device), operation(tensor.cpu(), *args, **kwargs))
+            known = self._source_of(tensor) is Source.HOST
+            if not known and (size := kwargs.get("output_size")) is not None:  # of repeat_interleave
+                return torch.empty(size, dtype=tensor.dtype, device=tensor.device)
+            values = tensor.cpu()
+            distinct = None if known else self.on_guess(INTEGER, _caller())
+            if distinct and operation is not torch.ops.aten.repeat_interleave.Tensor:
+                values = torch.arange(tensor.numel()).clamp(max=distinct - 1).to(tensor.dtype).view(tensor.shape)
+            return tree_map(lambda each: each.to(tensor.device), operation(values, *args, **kwargs))
 
         return run
 
@@ -419,106 +412,21 @@ def _all(tensor: torch.Tensor) -> torch.Tensor:
     return result
 
 
-_NOT_SIZES = {
-    "print", "float", "bool", "str", "repr", "log", "debug", "info", "warning", "write", "set_postfix", "add_scalar",
-    "set_description", "add_scalars", "log_metrics", "log_trace_scalar", "isnan", "isfinite", "decode", "batch_decode",
-}  # fmt: skip
-"""Functions whose arguments do not become sizes."""
-_PASS_ON = {"int", "max", "min", "abs", "round", "sum", "cat", "concatenate"}
-"""Functions whose result may become a size if their argument may."""
 _HARMLESS_READERS = {"fused_linear_cross_entropy_forward", "load_balancing_loss_func", "nested_numpify"}
 _HARMLESS_READERS |= {"__format__", "add_node_replacement", "has_overflow"}
 """Functions that read values, but not as sizes: for divisors, losses, metrics, texts, and constants of Inductor."""
-_Variable = tuple[str, str]
-"""The kind of a variable (name, attribute or key), and its name."""
-
-
-class _Parsed:
-    """The syntax tree of a file."""
-
-    def __init__(self, text: str) -> None:
-        self.nodes = list(ast.walk(ast.parse(text)))
-        self.parents = {child: node for node in self.nodes for child in ast.iter_child_nodes(node)}
-
-    def ends_loop_at(self, line: int) -> bool:
-        """Return True if a condition on this line can end a loop or a function."""
-        for node in self.nodes:
-            if isinstance(node, ast.If | ast.While) and node.test.lineno <= line <= (node.test.end_lineno or 0):
-                return isinstance(node, ast.While) or any(
-                    isinstance(each, ast.Break | ast.Return) for each in node.body
-                )
-        return False
-
-    def call_at(self, position: tuple[int | None, ...]) -> ast.Call | None:
-        calls = (each for each in self.nodes if isinstance(each, ast.Call))
-        at = attrgetter("lineno", "end_lineno", "col_offset", "end_col_offset")
-        return next((each for each in calls if at(each) == position), None)
-
-    def reads(self, place: _Variable, near: ast.AST) -> Iterator[ast.expr]:
-        """Yield all reads of a variable: of a name in its function, of an attribute or a key in the whole file."""
-        scope: ast.AST | None = near
-        while scope is not None and not isinstance(scope, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
-            scope = self.parents.get(scope)
-        for node in self.nodes if scope is None or place[0] != "Name" else ast.walk(scope):
-            if isinstance(getattr(node, "ctx", None), ast.Load) and _place(node) == place:
-                yield node  # type: ignore[misc]
-
-
-def _may_become_size(frame: FrameType | None, by: tuple[str, ...] = ()) -> bool:
-    """Return False if the result of the call in this frame cannot become a size. If `by` is not empty, only calls of
-    these functions are followed; for any other call, this returns True."""
-    source = _parsed(frame.f_code.co_filename) if frame else None
-    if frame is None or source is None:
-        return True
-    node = source.call_at(list(frame.f_code.co_positions())[frame.f_lasti // 2])
-    return node is None or bool(by and _name(node.func) not in by) or _reaches_size(node, source, frame, set())
 
 
 @functools.lru_cache
-def _parsed(file: str) -> _Parsed | None:
+def _conditions(file: str) -> list[ast.If | ast.While]:
     try:
-        return _Parsed("".join(linecache.getlines(file)))
+        parsed = ast.walk(ast.parse("".join(linecache.getlines(file))))
     except (SyntaxError, ValueError):
-        return None
+        return []
+    return [node for node in parsed if isinstance(node, ast.If | ast.While)]
 
 
-def _name(node: ast.expr) -> str:
-    return node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else ""
-
-
-def _place(node: ast.AST) -> _Variable | None:
-    if isinstance(node, ast.Name | ast.Attribute):
-        return type(node).__name__, _name(node)
-    if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant) and isinstance(node.slice.value, str):
-        return "key", node.slice.value
-    return None
-
-
-def _reaches_by(place: _Variable, near: ast.AST, source: _Parsed, frame: FrameType, seen: set[_Variable]) -> bool:
-    """Return True if a read of this variable can become a size."""
-    reads = () if place in seen else source.reads(place, near)
-    seen.add(place)
-    return any(_reaches_size(each, source, frame, seen) for each in reads)
-
-
-def _reaches_size(node: ast.AST, source: _Parsed, frame: FrameType, seen: set[_Variable]) -> bool:
-    above = source.parents.get(node)
-    match above:
-        case ast.BinOp(op=ast.Div()) | ast.AugAssign(op=ast.Div()) | ast.FormattedValue() | ast.Expr():
-            return False
-        case ast.Call(func=ast.Subscript()) | ast.Attribute(attr="mean"):  # kernel[grid](...)
-            return False
-        case ast.Call() if above.func is not node and _name(above.func) not in _PASS_ON:
-            listed = _place(getattr(above.func, "value", above)) if _name(above.func) in ("append", "extend") else None
-            return _reaches_by(listed, above, source, frame, seen) if listed else _name(above.func) not in _NOT_SIZES
-        case ast.Assign() | ast.AugAssign() | ast.AnnAssign():
-            targets = above.targets if isinstance(above, ast.Assign) else [above.target]
-            places = [(_place(each), each) for each in targets]
-            return any(place is None or _reaches_by(place, each, source, frame, seen) for place, each in places)
-        case ast.Return():
-            return _may_become_size(frame.f_back)
-        case ast.Attribute() if isinstance(source.parents.get(above), ast.Call):  # a method of the number
-            return _reaches_size(above, source, frame, seen)
-        case ast.BinOp() | ast.UnaryOp() | ast.Compare() | ast.keyword() | ast.Dict() | ast.Call():
-            return _reaches_size(above, source, frame, seen)
-    return True
+def _ends_loop(file: str, line: int) -> bool:
+    """Return True if a condition on this line can end a loop or a function."""
+    at = next((each for each in _conditions(file) if each.test.lineno <= line <= (each.test.end_lineno or 0)), None)
+    return isinstance(at, ast.While) or (at is not None and any(isinstance(x, ast.Break | ast.Return) for x in at.body))

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from torchtune_adaptive.rehearse.gpus import Gpu
 from torchtune_adaptive.rehearse.start import program_of
-from torchtune_adaptive.rehearse.sweep import Rehearse, SweepRow, in_parallel, ranking_of, row_of
+from torchtune_adaptive.rehearse.sweep import Rehearse, SweepRow, in_parallel, ranking_of
 
 
 class TrainerArguments(NamedTuple):
@@ -69,7 +69,7 @@ def that_fit(
         for (words, tried), found in results:
             change = " ".join(words) or f"{tried} ranks"
             print(f"{change}: {found.verdict()}", file=sys.stderr, flush=True)
-            row = row_of(found, card, found.usable_bytes, {}, " ".join(words))
+            row = SweepRow(card, found, label=" ".join(words))
             if row.fits:
                 fitting.append(row)
             if enough and len(fitting) >= enough:

@@ -8,6 +8,7 @@ import signal
 from collections import defaultdict
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from enum import Enum, auto
 from functools import cached_property
 from operator import itemgetter
 from pathlib import Path
@@ -22,14 +23,15 @@ GIB = 2**30
 SHOWN_STEPS, SHOWN_PLACES = 20, 3
 DIFFERENT_ABOVE = 1.02
 """Steps have different peaks if one allocates more than this multiple of another."""
-INTEGER, MASK, ROUTING = "integer", "mask", "routing"
-"""Kinds of guessed values on which a tensor size may depend."""
+INTEGER, MASK, ROUTING, FIXED = "integer", "mask", "routing", "fixed"
+"""Kinds of values on which a tensor size may depend: guessed, or fixed by the user."""
 _GUESSED = {
     INTEGER: "an integer that a kernel would have computed was read as 0 at {places}: if a length or a number of rows "
-    "depends on it, training needs more memory (replace it by a fixed number to see how much)",
+    "depends on it, training needs more memory (to read N there: --fixed FILE:LINE=N)",
     MASK: "a mask that a kernel would have computed selected every element at {places}: training needs less memory",
     ROUTING: "tokens were spread evenly over the experts that are counted at {places}: a rank whose experts get more "
     "tokens needs more memory (try --skew 2)",
+    FIXED: "an integer that a kernel would have computed was read as the number of --fixed at {places}",
 }
 _HINTS = {
     r"ZeroDivisionError|FloatingPointError|ValueError: (math domain error|expected a positive input)": "a rehearsal "
@@ -41,6 +43,23 @@ _HINTS = {
 """Explanations of a script's errors in a rehearsal, by pattern."""
 NEEDS_OTHERS = "not supported with a fake process group"
 """Part of the error of torch's pipelines on a rank that runs alone."""
+
+
+class Outcome(Enum):
+    """How a rehearsal has ended."""
+
+    FITS = auto()
+    OUT_OF_MEMORY = auto()
+    INTERRUPTED = auto()
+    USED_ELSEWHERE = auto()
+    """A process that the script has started uses a GPU."""
+    KILLED = auto()
+    FAILED = auto()
+    UNREPORTED_OOM = auto()
+    """The script ended with success, but completed no step after an out-of-memory error."""
+    SECOND_STEP_TOO_LARGE = auto()
+    UNUSED = auto()
+    """The script allocated no memory of a GPU."""
 
 
 @dataclass(frozen=True)
@@ -127,15 +146,6 @@ class RehearsalResult:
         return self.unresolved_oom if failed and by_memory else None
 
     @property
-    def unreported_oom(self) -> dict[str, Any] | None:
-        """The out-of-memory error after which the script completed no step, although it ended with success.
-
-        None if the error belongs to a search, which causes such errors on purpose.
-        """
-        error = self.unresolved_oom
-        return None if self.status or error is None or error["in_search"] else error
-
-    @property
     def unresolved_oom(self) -> dict[str, Any] | None:
         """The last out-of-memory error, if the script completed no step after it."""
         return self.errors[-1] if self.errors and self.errors[-1]["step"] > len(self.steps) else None
@@ -151,16 +161,31 @@ class RehearsalResult:
         found = [each["result"].get("rows") for each in self.searches]
         return count_of(found[0], "row") if len(found) == 1 and found[0] else ""
 
+    @cached_property
+    def outcome(self) -> Outcome:
+        """How the rehearsal has ended: the first of these conditions that applies."""
+        error = self.unresolved_oom
+        conditions = {
+            Outcome.OUT_OF_MEMORY: self.out_of_memory is not None,
+            Outcome.INTERRUPTED: self.status != 0 and self.interrupted,
+            Outcome.USED_ELSEWHERE: bool(self.child),
+            Outcome.KILLED: self.status < 0,
+            Outcome.FAILED: self.status > 0,
+            Outcome.UNREPORTED_OOM: error is not None and not error["in_search"],  # a search causes them on purpose
+            Outcome.SECOND_STEP_TOO_LARGE: self.second_step_bytes > self.usable_bytes,
+            Outcome.UNUSED: not any(each["reserved_bytes"] for each in self.all_peaks),
+        }
+        return next((outcome for outcome, applies in conditions.items() if applies), Outcome.FITS)
+
     @property
     def fits(self) -> bool:
         """True if the script ended with success, used a GPU, and could take a second step if it took only one."""
-        used = any(each["reserved_bytes"] for each in self.all_peaks)
-        return self.status == 0 and self.unreported_oom is None and used and self.second_step_bytes <= self.usable_bytes
+        return self.outcome is Outcome.FITS
 
     @property
     def answer(self) -> bool | None:
         """True if the script fits, False if it ran out of memory, None if there is no answer."""
-        return True if self.fits else False if self.out_of_memory else None
+        return {Outcome.FITS: True, Outcome.OUT_OF_MEMORY: False}.get(self.outcome)
 
     @property
     def second_step_bytes(self) -> int:
@@ -188,66 +213,87 @@ class RehearsalResult:
 
     def verdict(self) -> str:
         """Return the result in one line."""
-        places = ", ".join(self._places(what) for what in _GUESSED if self._places(what))
-        guessed = f"; sizes may depend on a guessed value at {places} (see below)" if places else ""
-        if (error := self.out_of_memory) is not None:
-            if error["in_search"] and self.message:
-                return f"does not fit: {self.message}"
-            allocated = f"{_gib(error['allocated_bytes'])} of {_gib(self.usable_bytes)} GiB allocated"
-            if (limit := int(error["allowed_bytes"])) < self.usable_bytes:  # the script has limited itself
-                allocated = f"{_size(error['allocated_bytes'])} allocated of the script's limit of {_size(limit)}"
-            asked = f"{_size(error['asked_bytes'])} more requested"
-            when = f" in step {error['step']}" if error["has_optimizer"] else ""
-            when += f" on device {error['device']}" if len(self.devices) > 1 else self._on_rank
-            return f"does not fit: out of memory{when}, {allocated}, {asked}{guessed}"
-        if self.status and self.interrupted:
-            before = f"; before that, {self._most_reserved}" if self.all_peaks else ""
-            return f"no answer: interrupted in step {len(self.steps) + 1}{before}"
-        if self.child:
-            command = re.sub(r"^\S*python[\d.]* (-\w )*", "", self.child)
-            remedy = f"rehearse that command instead, with --ranks: {command}"
-            if re.search("multiprocessing|rehearse.run_script|rehearse.shared_imports", command):
-                remedy = "move the function that it runs to a separate script, and rehearse that, with --ranks"
-            return f"no answer: the script starts processes that use a GPU, which a rehearsal cannot follow: {remedy}"
-        if self.status < 0:
-            why = f": {self.last_error}" if self.last_error else ""
-            why = " (is this machine out of memory?)" if self.status == -signal.SIGKILL else why
-            ended = f"signal {-self.status} ({signal.strsignal(-self.status)}) ended the script"
-            return f"no answer: {ended} in step {len(self.steps) + 1}{why}"
-        if self.status:
-            why = self.message or self.end.get("error") or f"exit status {self.status}"
-            if why.startswith("exit status") and self.last_error:
-                why = self.last_error
-            if str(why).startswith("CannotRehearse: "):
-                return f"no answer: {why.partition(': ')[2]}"
-            hints = [f" ({hint})" for error, hint in _HINTS.items() if re.search(error, why) and not self.real]
-            memory = "; it ran out of memory before (see below)" if self.unresolved_oom else ""
-            return f"no answer: the script failed in step {len(self.steps) + 1}: {why}{''.join(hints)}{memory}{guessed}"
-        if self.unreported_oom is not None:
-            return (
-                f"no answer: memory ran out in step {self.unreported_oom['step']}, and no step followed, but the "
-                "script ended with success: it caught the error, or the error ended a thread"
-            )
-        if self.second_step_bytes > self.usable_bytes:
-            needs = f"{_gib(self.second_step_bytes)} of {_gib(self.usable_bytes)} GiB allocated"
-            return f"no answer: the only step fits, but another would need about {needs}: rehearse two steps"
-        if not self.fits:
-            what = "trained" if self.steps else "took no optimizer step"
-            return f"no answer: the script {what}, but its process allocated no GPU memory"
-        fits = f"fits: {self._most_reserved}"
-        if not self.steps:
-            flushed = "; the cache was flushed" if self.end["flushes"] else ""
-            return f"{fits}{flushed}; no optimizer took a step{guessed}"
-        flushing = sum(each["flushes"] > 0 for each in self.steps)
-        steps = count_of(len(self.steps), "step")
-        flushed = f"flushed in {flushing} of {steps}" if flushing else f"never flushed ({steps})"
-        errors = count_of(len(self.caught), "out-of-memory error")
-        recovered = f"; the script recovered from {errors}" if self.caught else ""
-        idle = "; an optimizer took no step (see below)" if self.end.get("idle") else ""
-        later_steps = "; later steps may need more (see below)" if self.peaks_differ else ""
-        if self.second_step_bytes:
-            later_steps = f"; a second step would need about {_size(self.second_step_bytes)} allocated"
-        return f"{fits}; the cache is {flushed}{recovered}{guessed}{idle}{later_steps}"
+        step = len(self.steps) + 1
+        match self.outcome:
+            case Outcome.FITS:
+                why = f"fits: {self._most_reserved}{self._remarks}"
+            case Outcome.OUT_OF_MEMORY:
+                why = f"does not fit: {self._out_of_memory_text}"
+            case Outcome.INTERRUPTED:
+                before = f"; before that, {self._most_reserved}" if self.all_peaks else ""
+                why = f"interrupted in step {step}{before}"
+            case Outcome.USED_ELSEWHERE:
+                command = re.sub(r"^\S*python[\d.]* (-\w )*", "", self.child)
+                remedy = f"rehearse that command instead, with --ranks: {command}"
+                if re.search("multiprocessing|rehearse.run_script", command):
+                    remedy = "move the function that it runs to a separate script, and rehearse that, with --ranks"
+                why = f"the script starts processes that use a GPU, which a rehearsal cannot follow: {remedy}"
+            case Outcome.KILLED:
+                out_of_host_memory = " (is this machine out of memory?)" * (self.status == -signal.SIGKILL)
+                cause = out_of_host_memory or f": {self.last_error}" * bool(self.last_error)
+                name = f"signal {-self.status} ({signal.strsignal(-self.status)})"
+                why = f"{name} ended the script in step {step}{cause}"
+            case Outcome.FAILED:
+                why = self._failure_text
+            case Outcome.UNREPORTED_OOM:
+                why = (
+                    f"memory ran out in step {step}, and no step followed, but the script ended with success: it "
+                    "caught the error, or the error ended a thread"
+                )
+            case Outcome.SECOND_STEP_TOO_LARGE:
+                needs = f"{_gib(self.second_step_bytes)} of {_gib(self.usable_bytes)} GiB allocated"
+                why = f"the only step fits, but another would need about {needs}: rehearse two steps"
+            case Outcome.UNUSED:
+                what = "trained" if self.steps else "took no optimizer step"
+                why = f"the script {what}, but its process allocated no GPU memory"
+        return why if self.answer is not None else f"no answer: {why}"
+
+    @property
+    def _guessed(self) -> str:
+        places = ", ".join(self._places(what) for what in (INTEGER, MASK, ROUTING) if self._places(what))
+        return f"; sizes may depend on a guessed value at {places} (see below)" if places else ""
+
+    @property
+    def _out_of_memory_text(self) -> str:
+        error = self.out_of_memory
+        assert error is not None
+        if error["in_search"] and self.message:
+            return self.message
+        allocated = f"{_gib(error['allocated_bytes'])} of {_gib(self.usable_bytes)} GiB allocated"
+        if (limit := int(error["allowed_bytes"])) < self.usable_bytes:  # the script has limited itself
+            allocated = f"{_size(error['allocated_bytes'])} allocated of the script's limit of {_size(limit)}"
+        when = f" in step {error['step']}" if error["has_optimizer"] else ""
+        where = f" on device {error['device']}" if len(self.devices) > 1 else self._on_rank
+        return f"out of memory{when}{where}, {allocated}, {_size(error['asked_bytes'])} more requested{self._guessed}"
+
+    @property
+    def _failure_text(self) -> str:
+        why = str(self.message or self.end.get("error") or f"exit status {self.status}")
+        if why.startswith("exit status") and self.last_error:
+            why = self.last_error
+        if why.startswith("CannotRehearse: "):
+            return why.partition(": ")[2]
+        hints = "".join(f" ({hint})" for error, hint in _HINTS.items() if re.search(error, why) and not self.real)
+        memory = "; it ran out of memory before (see below)" if self.unresolved_oom else ""
+        return f"the script failed in step {len(self.steps) + 1}: {why}{hints}{memory}{self._guessed}"
+
+    @property
+    def _remarks(self) -> str:
+        """The parts of the verdict that follow the peak of a script that fits; each applies under a condition."""
+        flushing, steps = sum(each["flushes"] > 0 for each in self.steps), count_of(len(self.steps), "step")
+        second, errors = self.second_step_bytes, count_of(len(self.caught), "out-of-memory error")
+        remarks = {
+            "; the cache was flushed": not self.steps and self.end["flushes"],
+            "; no optimizer took a step": not self.steps,
+            f"; the cache is flushed in {flushing} of {steps}": flushing,
+            f"; the cache is never flushed ({steps})": self.steps and not flushing,
+            f"; the script recovered from {errors}": self.steps and self.caught,
+            self._guessed: True,
+            "; an optimizer took no step (see below)": self.steps and self.end.get("idle"),
+            "; later steps may need more (see below)": self.peaks_differ,
+            f"; a second step would need about {_size(second)} allocated": second,
+        }
+        return "".join(remark for remark, applies in remarks.items() if applies)
 
     @property
     def _most_reserved(self) -> str:
@@ -274,17 +320,16 @@ class RehearsalResult:
         work = Work.from_json(self.traced["work"]) if self.traced else None
         return work if work and work.operations else None
 
-    def step_time(self, step: dict[str, Any], gpu: Gpu | None = None) -> StepTime | None:
+    def step_time(self, step: dict[str, Any]) -> StepTime | None:
         """Estimate a step. Its forward and backward are those of the recorded step, scaled by the ratio of FLOPs."""
-        card = gpu or self.gpu
-        if self.work is None or card is None or card.rates is None:
+        if self.work is None or self.gpu is None or self.gpu.rates is None:
             return None
         recorded = self.steps[self.traced["step"] - 1]["flops"]
-        return estimate(self.work, card.rates, step["flops"] / recorded if recorded and step["flops"] else 1.0)
+        return estimate(self.work, self.gpu.rates, step["flops"] / recorded if recorded and step["flops"] else 1.0)
 
-    def recorded_time(self, gpu: Gpu | None = None) -> StepTime | None:
+    def recorded_time(self) -> StepTime | None:
         """Estimate the recorded step."""
-        return self.step_time(self.steps[self.traced["step"] - 1], gpu) if self.traced else None
+        return self.step_time(self.steps[self.traced["step"] - 1]) if self.traced else None
 
     @property
     def timed_steps(self) -> list[dict[str, Any]]:
@@ -301,59 +346,57 @@ class RehearsalResult:
 
     def as_text(self) -> str:
         """Return the verdict, the searches, the steps, and what holds the memory after an out-of-memory error."""
-        lines = [self.verdict()]
-        for search in self.searches:
-            lines += ["", *_search_lines(search["stage"], search["result"])]
-        if self.steps:
-            shown = self._shown()
-            times = [f"{seconds_text(each['seconds']):>10}" if each["seconds"] else "" for each in shown]
-            heading = f"{'time':>10}" * any(times)
-            lines += ["", f"{'step':>6}  {'allocated':>9}  {'reserved':>9}  flushes{heading}   (peaks, GiB)"]
-            lines += [
+        searches = [_search_lines(search["stage"], search["result"]) for search in self.searches]
+        peaks = [_peak_lines("device", self.devices), _peak_lines("rank", self.rank_peaks)]
+        sections = [[self.verdict()], *searches, self._step_lines(), self._time_lines(), *peaks, self._error_lines()]
+        if self.fits or self.steps or self.errors or self.guesses:
+            sections.append(self._condition_lines())
+        return "\n\n".join("\n".join(lines) for lines in sections if lines)
+
+    def _step_lines(self) -> list[str]:
+        shown, left_out = self._shown(), len(self.steps) - len(self._shown())
+        times = [f"{seconds_text(each['seconds']):>10}" if each["seconds"] else "" for each in shown]
+        heading = f"{'time':>10}" * any(times)
+        return [
+            *[f"{'step':>6}  {'allocated':>9}  {'reserved':>9}  flushes{heading}   (peaks, GiB)"] * bool(shown),
+            *(
                 f"{each['step']:>6}  {_gib(each['allocated_bytes']):>9}  {_gib(each['reserved_bytes']):>9}  "
                 f"{each['flushes'] or '':>7}{time}"
                 for each, time in zip(shown, times, strict=True)
-            ]
-            known = [each["seconds"] for each in self.timed_steps if each["seconds"]]
-            left_out = len(self.steps) - len(shown)
-            lines += [f"  {left_out} steps not shown: no new peak, no flush"] if left_out else []
-            if (time := self.recorded_time()) and self.work and self.gpu:
-                lines += ["", *time_lines(time, self.work, self.gpu.name, self.ranks)]
-            if self.real and known:
-                lines += ["", f"time per step  {seconds_text(median(known))} (measured; median of {len(known)} steps)"]
-        for name, peaks in ("device", self.devices), ("rank", self.rank_peaks):
-            if len(peaks) > 1:
-                lines += ["", f"{name:>6}  {'allocated':>9}  {'reserved':>9}   (peaks of the run, GiB)"]
-                lines += [
-                    f"{each[name]:>6}  {_gib(each['allocated_bytes']):>9}  {_gib(each['reserved_bytes']):>9}"
-                    for each in peaks
-                ]
-        if (error := self.unresolved_oom) is not None and not self.fits:
-            cached = error["reserved_bytes"] - error["allocated_bytes"]
-            lines += [
-                "",
-                f"at {error['file']}:{error['line']}: {error['source']}",
-                *[f"in {error['operation']}"] * (error["operation"] != error["source"]),
-                f"requested {_size(error['asked_bytes'])}; "
-                f"free {_size(error['free_bytes'])} on the GPU, {_size(cached)} in the allocator's cache",
-            ]
-            lines += [
-                f"{_gib(held):>9} GiB  {holder}" for holder, held in error["held_bytes"].items() if held > GIB // 200
-            ]
-        if self.fits or self.steps or self.errors or self.guesses:
-            where = f", run on {self.gpu.name}" if self.real and self.gpu else ""
-            use = "outside torch's allocator, in this and other processes" if self.real else "(--memory-overhead)"
-            lines += [
-                "",
-                f"rank {self.rank} of {self.ranks}{where}; of {_size(self.usable_bytes + self.overhead_bytes)} of GPU "
-                f"memory, {_size(self.overhead_bytes)} are for the CUDA context, NCCL and libraries {use}",
-                *["kernels did not run: every loss is 0, and branches on values may differ in training"]
-                * (not self.real),
-                *[note.format(places=places) for what, note in _GUESSED.items() if (places := self._places(what))],
-            ]
-        if self.end.get("stopped"):
-            lines.append(f"stopped after {count_of(len(self.steps), 'step')}")
-        return "\n".join([*lines, *self.end.get("notes", ())])
+            ),
+            *[f"  {left_out} steps not shown: no new peak, no flush"] * bool(left_out),
+        ]
+
+    def _time_lines(self) -> list[str]:
+        known = [each["seconds"] for each in self.timed_steps if each["seconds"]]
+        if self.real and known:
+            return [f"time per step  {seconds_text(median(known))} (measured; median of {len(known)} steps)"]
+        time = self.recorded_time()
+        return time_lines(time, self.work, self.gpu.name, self.ranks) if time and self.work and self.gpu else []
+
+    def _error_lines(self) -> list[str]:
+        if (error := self.unresolved_oom) is None or self.fits:
+            return []
+        cached = error["reserved_bytes"] - error["allocated_bytes"]
+        return [
+            f"at {error['file']}:{error['line']}: {error['source']}",
+            *[f"in {error['operation']}"] * (error["operation"] != error["source"]),
+            f"requested {_size(error['asked_bytes'])}; "
+            f"free {_size(error['free_bytes'])} on the GPU, {_size(cached)} in the allocator's cache",
+            *(f"{_gib(held):>9} GiB  {holder}" for holder, held in error["held_bytes"].items() if held > GIB // 200),
+        ]
+
+    def _condition_lines(self) -> list[str]:
+        where = f", run on {self.gpu.name}" if self.real and self.gpu else ""
+        use = "outside torch's allocator, in this and other processes" if self.real else "(--memory-overhead)"
+        return [
+            f"rank {self.rank} of {self.ranks}{where}; of {_size(self.usable_bytes + self.overhead_bytes)} of GPU "
+            f"memory, {_size(self.overhead_bytes)} are for the CUDA context, NCCL and libraries {use}",
+            *["kernels did not run: every loss is 0, and branches on values may differ in training"] * (not self.real),
+            *[note.format(places=places) for what, note in _GUESSED.items() if (places := self._places(what))],
+            *[f"stopped after {count_of(len(self.steps), 'step')}"] * bool(self.end.get("stopped")),
+            *self.end.get("notes", ()),
+        ]
 
     def _places(self, what: str) -> str:
         places = [f"{each['file']}:{each['line']}" for each in self.guesses if each["what"] == what]
@@ -403,6 +446,14 @@ def _search_lines(stage: str, result: dict[str, Any]) -> list[str]:
         cells.append((probe["rows"], *[probe["length"]] * by_length, allocated, remark))
     heading = ("rows", *["tokens of a row"] * by_length, "allocated", "")
     return [f"search{f' for {stage}' * bool(stage)}:", in_columns([heading, *cells])]
+
+
+def _peak_lines(name: str, peaks: list[dict[str, Any]]) -> list[str]:
+    """Return a table of the peaks of several devices or ranks."""
+    if len(peaks) < 2:
+        return []
+    rows = (f"{each[name]:>6}  {_gib(each['allocated_bytes']):>9}  {_gib(each['reserved_bytes']):>9}" for each in peaks)
+    return [f"{name:>6}  {'allocated':>9}  {'reserved':>9}   (peaks of the run, GiB)", *rows]
 
 
 def _gib(size: int) -> str:

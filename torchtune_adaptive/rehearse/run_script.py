@@ -73,7 +73,6 @@ def main(folder: str, settings_json: str, *command: str) -> NoReturn:
     _run_recorded(recorder, command)
 
 
-@functools.cache
 def replace_functions() -> tuple[FakeRanks, DeviceValues, set[str]]:
     """Replace the functions of torch that a null device does not support. The set receives notes for the report."""
     fake_ranks, values, notes = FakeRanks(run), DeviceValues(), set[str]()

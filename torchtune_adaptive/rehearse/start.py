@@ -14,7 +14,6 @@ import tempfile
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from functools import partial
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
@@ -122,6 +121,8 @@ class RankSettings(NamedTuple):
     """The file for torch's memory snapshot, or empty."""
     skew: float = 1
     """How many times the average number of tokens a router sends to the experts that it uses."""
+    fixed: Mapping[str, int] = {}
+    """Integers that are read at `file:line` instead of 0."""
 
     def running(self, ranks: int) -> Sequence[int]:
         """Return the ranks that run, if there are this many in total."""
@@ -151,11 +152,6 @@ class RankSettings(NamedTuple):
 def end_with_parent() -> None:
     """Let the operating system kill this process when its parent ends."""
     ctypes.CDLL(None).prctl(_END_WITH_PARENT, signal.SIGKILL)
-
-
-def before_exec(arguments: Sequence[str], environ: Mapping[str, str]) -> None:
-    """Run in the child process that will execute `run_script`. `shared_imports` replaces this function."""
-    end_with_parent()
 
 
 def rehearse(
@@ -198,15 +194,14 @@ def execute(
     printed, shown = bytearray(), output.fileno() if output else 2
     # -P: do not put the current folder on the path; `run` adds the script's folder
     runner = [sys.executable, "-P", "-m", "torchtune_adaptive.rehearse.run_script"]
-    arguments = [folder, json.dumps(settings._asdict()), *command]
     with interrupted_by_signals():
         script = subprocess.Popen(
-            [*runner, *arguments],
+            [*runner, folder, json.dumps(settings._asdict()), *command],
             env=environ,
             stdin=subprocess.DEVNULL,
             stdout=shown,
             stderr=subprocess.PIPE,
-            preexec_fn=partial(before_exec, arguments, environ),
+            preexec_fn=end_with_parent,
             process_group=0,
         )
         copying = threading.Thread(target=_copy, args=(script.stderr, shown, printed), daemon=True)
@@ -220,17 +215,6 @@ def execute(
     return {
         "status": status, "interrupted": interrupted, "last_error": _last_error(printed.decode(errors="replace")),
     }  # fmt: skip
-
-
-def share_imports(script: str, capability: str, program: str) -> None:
-    """Restart `program`, the Python file that this process runs, unless the process has null devices already.
-
-    The new process imports what `script` imports, and forks its rehearsals (`shared_imports`).
-    """
-    device = environment(devices=ONE_MACHINE, capability=capability)
-    if device["LD_PRELOAD"] != os.environ.get("LD_PRELOAD"):
-        words = ["-P", "-m", "torchtune_adaptive.rehearse.shared_imports", script, program, *sys.argv[1:]]
-        os.execve(sys.executable, [sys.executable, *words], {**QUIET, **os.environ, **device})
 
 
 def _copy(source: IO[bytes], to: int, last: bytearray) -> None:

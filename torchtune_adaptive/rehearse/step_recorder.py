@@ -15,7 +15,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
-from functools import partial, wraps
+from functools import partial
 from itertools import pairwise
 from operator import attrgetter
 from pathlib import Path
@@ -29,8 +29,9 @@ from torch.utils.weak import WeakIdRef
 
 from torchtune_adaptive.null_cuda import used_convolutions, used_flops, used_memory
 from torchtune_adaptive.rehearsal_flag import REHEARSAL
-from torchtune_adaptive.rehearse.fake_ranks import after_import, replace_everywhere
+from torchtune_adaptive.rehearse.fake_ranks import after_import
 from torchtune_adaptive.rehearse.memory_history import UPDATE, MemoryHistory, memory_by_holder
+from torchtune_adaptive.rehearse.result import FIXED, INTEGER
 from torchtune_adaptive.rehearse.start import CannotRehearse, RankSettings
 from torchtune_adaptive.rehearse.step_trace import RECORDER
 
@@ -68,8 +69,7 @@ class StepRecorder:
         self.notes = set[str]()
         """Notes for the end of the report."""
         self._searching = False
-        self._reads_memory = False
-        self._guesses = set[tuple[str, str, int]]()
+        self._guesses, self._fixed = set[tuple[str, str, int]](), settings.fixed
         self._optimizers = WeakSet[torch.optim.Optimizer]()
         self._have_stepped = set[WeakIdRef]()
         self._traced: int | None = 0 if settings.real else None
@@ -110,16 +110,6 @@ class StepRecorder:
             exit_at_once(status)
 
         os._exit = exit_after_record
-        names = "mem_get_info", "set_per_process_memory_fraction", "get_device_properties"
-        for function in (getattr(torch.cuda, name) for name in names):
-
-            @wraps(function)
-            def read(*args: Any, function: Callable[..., Any] = function, **kwargs: Any) -> Any:
-                by_torch = sys._getframe(1).f_code.co_filename.startswith(_TORCH)
-                self._reads_memory |= not (by_torch and function.__name__ == "get_device_properties")
-                return function(*args, **kwargs)
-
-            replace_everywhere(function, read)
 
     def _watch(self) -> None:
         """Print all tracebacks if this is not called again in time. Not on a GPU, where steps may be slow."""
@@ -154,7 +144,6 @@ class StepRecorder:
         facts = {
             "error": message,
             "by_memory": _is_out_of_memory(error),
-            "reads_memory": self._reads_memory,
             "idle": idle,
             "stopped": stopped,
             "seconds": seconds,
@@ -290,12 +279,18 @@ class StepRecorder:
             },
         )
 
-    def guessed(self, what: str, frame: FrameType) -> None:
-        """Record a place where the script reads a guessed value: once, and not if torch reads it to print a tensor."""
+    def guessed(self, what: str, frame: FrameType) -> int | None:
+        """Record a place where the script reads a guessed value: once, and not if torch reads it to print a tensor.
+
+        Return the integer that `--fixed` states for this place, if there is one.
+        """
         file, line = innermost(frame)
+        fixed = self._fixed.get(f"{file}:{line}") if what == INTEGER else None
+        what = what if fixed is None else FIXED
         if (what, file, line) not in self._guesses and frame.f_code.co_filename != torch._tensor_str.__file__:
             self._guesses.add((what, file, line))
             self.write("guess", {"what": what, "file": file, "line": line})
+        return fixed
 
     def write(self, kind: str, figures: Mapping[str, Any]) -> None:
         """Write a line, except in processes that the script forked."""

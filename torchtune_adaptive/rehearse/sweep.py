@@ -1,9 +1,4 @@
-"""Compare GPUs and numbers of ranks, and search for the largest value of an argument that fits.
-
-Rehearsals run in parallel. The rehearsal on the GPU with the most memory is also the result for another GPU if its
-reserved memory fits there, or if its allocated memory does not. Otherwise, the allocator would flush its cache, and the
-other GPU gets its own rehearsal, as every GPU does if the script reads how much memory there is.
-"""
+"""Compare GPUs and numbers of ranks, and search for the largest value of an argument that fits, in parallel."""
 
 from __future__ import annotations
 
@@ -33,22 +28,31 @@ class SweepRow(NamedTuple):
     """A GPU, a number of ranks, and the result of their rehearsal."""
 
     gpu: Gpu
-    ranks: int
     found: RehearsalResult
-    fits: bool | None
-    """None if the rehearsal gave no answer."""
-    reserved_bytes: int
-    """The peak of the run; if the run does not fit, a lower bound of the memory that it needs."""
-    usable_bytes: int
-    price: float | None
+    price: float | None = None
     """The price of one GPU for an hour."""
     label: str = ""
     """Settings that distinguish this row from others with the same GPU and number of ranks."""
 
     @property
+    def ranks(self) -> int:
+        """The number of ranks."""
+        return self.found.ranks
+
+    @property
+    def fits(self) -> bool | None:
+        """None if the rehearsal gave no answer."""
+        return self.found.answer
+
+    @property
+    def reserved_bytes(self) -> int:
+        """The peak of the run; if the run does not fit, a lower bound of the memory that it needs."""
+        return self.found.run_peaks["reserved_bytes"]
+
+    @property
     def time(self) -> StepTime | None:
         """Return the time of a step; None if the script does not fit."""
-        return self.found.recorded_time(self.gpu) if self.fits else None
+        return self.found.recorded_time() if self.fits else None
 
     @property
     def tokens_per_second(self) -> float | None:
@@ -69,7 +73,7 @@ class SweepRow(NamedTuple):
         time = self.time
         return {
             "gpu": self.gpu.name, "ranks": self.ranks, "fits": self.fits, "verdict": self.found.verdict(),
-            "reserved_bytes": self.reserved_bytes, "usable_bytes": self.usable_bytes,
+            "reserved_bytes": self.reserved_bytes, "usable_bytes": self.found.usable_bytes,
             "seconds": time.seconds if time else None, "range": time.range if time else None,
             "tokens_per_second": self.tokens_per_second, "cost_per_million_tokens": self.cost, "with": self.label,
             "searches": self.found.searches,
@@ -80,34 +84,12 @@ def compare(
     rehearse: Rehearse, command: Sequence[str], cards: Sequence[Gpu], ranks: Sequence[int | None],
     prices: Mapping[str, float],
 ) -> list[SweepRow]:  # fmt: skip
-    """Return a row for each GPU and number of ranks, with as few rehearsals as possible."""
-    largest = max(cards, key=lambda card: card.memory)
-    rows: dict[tuple[Gpu, int | None], SweepRow] = {}
-    first = {(largest.name, each): (command, largest, each) for each in ranks}
-    again = {}
-    for (name, each), found in in_parallel(rehearse, first):
-        print(f"rehearsed {count_of(each or found.ranks, 'rank')} of {name}", file=sys.stderr, flush=True)
-        for card in cards:
-            row = row_of(found, card, found.usable_bytes - largest.memory + card.memory, prices)
-            too_large = max((step["allocated_bytes"] for step in found.all_peaks), default=0) > row.usable_bytes
-            if card is largest or ((row.fits or too_large) and not found.end.get("reads_memory")):
-                rows[card, each] = row
-            else:
-                again[card, each] = (command, card, each)
-    for (card, each), found in in_parallel(rehearse, again):
-        rows[card, each] = row_of(found, card, found.usable_bytes, prices)
-    return [rows[card, each] for each in ranks for card in cards]
-
-
-def row_of(
-    found: RehearsalResult, card: Gpu, usable: int, prices: Mapping[str, float], label: str = ""
-) -> SweepRow:  # fmt: skip
-    """Return the row for a GPU with this usable memory, from a rehearsal on this or on a larger GPU."""
-    reserved = found.run_peaks["reserved_bytes"]
-    fits = found.fits and max(reserved, found.second_step_bytes) <= usable
-    answered = fits or found.out_of_memory is not None or (found.fits and reserved > usable)
-    verdict, price = (fits if answered else None), prices.get(card.name)
-    return SweepRow(card, found.ranks, found, verdict, reserved, usable, price, label)
+    """Rehearse the command on each GPU and number of ranks; return a row for each."""
+    rows = dict.fromkeys((card, each) for each in ranks for card in cards)
+    for (card, each), found in in_parallel(rehearse, {key: (command, *key) for key in rows}):
+        print(f"rehearsed {count_of(each or found.ranks, 'rank')} of {card.name}", file=sys.stderr, flush=True)
+        rows[card, each] = SweepRow(card, found, prices.get(card.name))
+    return [row for row in rows.values() if row is not None]
 
 
 def ranking_of(rows: Iterable[SweepRow]) -> Callable[[SweepRow], tuple[bool, float]]:
@@ -132,8 +114,8 @@ def as_table(rows: Sequence[SweepRow]) -> str:
     for row in rows:
         time, rate = row.time, row.tokens_per_second
         remark = f"{row.found.rows} {row.label}".strip()
-        needed_bytes = row.reserved_bytes if row.fits else max(row.reserved_bytes, row.usable_bytes)
-        memory = f"{'' if row.fits else '> '}{needed_bytes / GIB:.1f} of {row.usable_bytes / GIB:.1f}"
+        needed_bytes = row.reserved_bytes if row.fits else max(row.reserved_bytes, row.found.usable_bytes)
+        memory = f"{'' if row.fits else '> '}{needed_bytes / GIB:.1f} of {row.found.usable_bytes / GIB:.1f}"
         lines.append(
             f"{row.gpu.name:>9} {row.ranks:>6}  {_WORDS[row.fits]:<9} {memory if row.fits is not None else '':>17}"
             f" {seconds_text(time.seconds) if time else '':>14} {f'{rate:,.0f}' if rate else '':>10}"

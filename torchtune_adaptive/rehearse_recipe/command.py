@@ -8,14 +8,8 @@ Accepts the configs of torchtune and of this package for finetuning, preference 
 from __future__ import annotations
 
 import argparse
-import sys
-from operator import attrgetter
-from pathlib import Path
 
-from torchtune_adaptive.config.registry import FULL, recipe_files
 from torchtune_adaptive.lifecycle.console import log_to_stderr
-from torchtune_adaptive.rehearse.gpus import GPUS
-from torchtune_adaptive.rehearse.start import share_imports
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -26,11 +20,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Print the prediction."""
-    if Path(sys.argv[0]).name == "tune-adaptive":
-        named = next((word for word in options.overrides if word.startswith("memory_limit=")), "").partition("=")[2]
-        cards = [GPUS[name] for name in named.lower().split(",") if name in GPUS] or [GPUS["h100"]]
-        recipe = str(recipe_files()[FULL.name])  # the other recipes import little more
-        share_imports(recipe, max(cards, key=attrgetter("memory")).capability, sys.argv[0])
     from torchtune_adaptive.rehearse_recipe.plan import print_plan  # imports torch
 
     log_to_stderr()

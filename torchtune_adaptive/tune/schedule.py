@@ -86,10 +86,8 @@ def size_run(
         rest = _rest_of_epoch(progress, progress.current_epoch, rows_that_fit, samples_left_per_rank, ranks)
         progress = replace(progress, current_epoch=rest)
     epochs = size_epochs(settings, progress, samples_per_rank, rows_that_fit=rows_that_fit, increase=increase)
-    # Count the steps here, because checkpoints of torchtune's own recipes do not contain their number.
-    step = total_steps(epochs[: progress.epochs_run]) + progress.steps_in_epoch
     lr_factor = progress.epochs_started[-1].lr_factor if progress.epochs_started else 1.0
-    return SizedRun(replace(progress, step=step, ranks=ranks), epochs, lr_factor)
+    return SizedRun(replace(progress, ranks=ranks), epochs, lr_factor)
 
 
 def _rest_of_epoch(

@@ -25,7 +25,6 @@ def test_named_weights_come_with_their_state(tmp_path: Path) -> None:
         saved(tmp_path, f"epoch_{epoch}", epoch, epochs=epoch + 1)
     found = named(tmp_path, files("epoch_0"))
     assert files_of(found).recipe_state == str(tmp_path / "epoch_0" / "recipe_state.pt")
-    assert files_of(found).complete
     assert found.serial == 2
 
 
@@ -46,15 +45,12 @@ def test_damaged_named_checkpoint_is_refused_with_an_alternative(tmp_path: Path)
         named(tmp_path, files("epoch_1"))
 
 
-@pytest.mark.parametrize("damaged", [("epoch_1",), ("epoch_0", "epoch_1")])
-def test_checkpoint_whose_files_do_not_match_its_manifest_is_refused(tmp_path: Path, damaged: tuple[str, ...]) -> None:
+def test_checkpoint_whose_files_do_not_match_its_manifest_is_refused(tmp_path: Path) -> None:
     for epoch in range(2):
         saved(tmp_path, f"epoch_{epoch}", epoch)
-    for name in damaged:
-        (tmp_path / name / "recipe_state.pt").write_bytes(b"longer state")
-    state = "checkpointer.recipe_checkpoint=epoch_1/recipe_state.pt"
+    (tmp_path / "epoch_0" / "recipe_state.pt").write_bytes(b"longer state")
     with pytest.raises(ConfigError, match=r"is damaged: recipe_state\.pt has 12 bytes, not 5; resume_from.*=auto"):
-        named(tmp_path, files(damaged[0]), state)
+        named(tmp_path, files("epoch_0"), "checkpointer.recipe_checkpoint=epoch_0/recipe_state.pt")
 
 
 def stock(directory: Path, epoch: int, content: dict[str, bytes] = CONTENT) -> None:
@@ -67,19 +63,21 @@ def stock(directory: Path, epoch: int, content: dict[str, bytes] = CONTENT) -> N
     (directory / "recipe_state" / "recipe_state.pt").write_bytes(b"state")
 
 
-def test_torchtunes_files_are_accepted_and_compared_when_read(tmp_path: Path) -> None:
+def test_torchtunes_files_have_no_manifest_and_are_refused(tmp_path: Path) -> None:
     stock(tmp_path, 0)
-    found = files_of(named(tmp_path, files("epoch_0")))
-    assert found.recipe_state == str(tmp_path / "recipe_state" / "recipe_state.pt")
-    assert not found.complete
+    with pytest.raises(ConfigError, match=r"epoch_0 has no adaptive_checkpoint\.json: .* not written by these recipes"):
+        named(tmp_path, files("epoch_0"))
 
 
-def test_adapter_comes_from_the_folder_of_the_state_not_the_largest_epoch(tmp_path: Path) -> None:
+def test_adapter_without_a_name_is_that_of_the_newest_checkpoint_not_of_the_largest_epoch(tmp_path: Path) -> None:
     stock(tmp_path, 7, ADAPTER)
-    saved(tmp_path, "epoch_1", recipe="lora", content=ADAPTER)
-    found = files_of(named(tmp_path, recipe="lora"))
-    assert found.adapter == str(tmp_path / "epoch_1" / "adapter_model.pt")
-    assert found.recipe_state == str(tmp_path / "epoch_1" / "recipe_state.pt")
+    for serial, epoch in enumerate((2, 1)):
+        saved(tmp_path, f"epoch_{epoch}", serial, recipe="lora", content=ADAPTER)
+    for name in None, 2:
+        state = [] if name is None else [f"checkpointer.recipe_checkpoint=epoch_{name}/recipe_state.pt"]
+        found = files_of(named(tmp_path, *state, recipe="lora"))
+        assert found.adapter == str(tmp_path / f"epoch_{name or 1}" / "adapter_model.pt")
+        assert found.recipe_state == str(tmp_path / f"epoch_{name or 1}" / "recipe_state.pt")
 
 
 def test_order_of_samples_must_not_change_within_an_epoch(tmp_path: Path) -> None:

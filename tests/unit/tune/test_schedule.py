@@ -60,7 +60,7 @@ def plans_of(
 
 def test_an_epoch_in_progress_keeps_its_samples_per_step_on_fewer_ranks_and_with_less_memory() -> None:
     current_epoch = plans_of(None, epochs=1, batch_size=4, times=2, samples=80)[0]
-    progress = progress_of(current_epoch=current_epoch, steps_in_epoch=4, samples_in_epoch=64, ranks=2)
+    progress = progress_of(current_epoch=current_epoch, steps_in_epoch=4, step=4, samples_in_epoch=64, ranks=2)
     sized = size_run(
         settings_of(4, 2), progress, ranks=1, samples_per_rank=160, samples_left_per_rank=96, rows_that_fit=3
     )
