@@ -111,8 +111,6 @@ class OptimizerSteps:
         self._scale = 0.0
         """The largest loss of the first check. Later checks divide errors by the larger one of this loss and the
         current one, because with a current loss near 0, rounding alone would be a large relative error."""
-        self._shifts_labels = bool(getattr(trainer, "_loss_shifts_labels", True))
-        """True if the first label of each row does not count in the loss."""
         self.metrics = BatchMetrics(trainer, "train")
         self._begin(batches, num_items)
         if self._media and not is_whole(self.model):
@@ -237,7 +235,7 @@ class OptimizerSteps:
             override_attributes(self.trainer.accelerator, backward=weighted_backward),
         ):
             loss = Trainer.training_step(self.trainer, self.model, batch.inputs, self._num_items)
-        return Totals(loss * weight, counts.next_tokens if self._shifts_labels else counts.labels)
+        return Totals(loss * weight, counts.labels)
 
     def _collated(self, samples: Sequence[RawSample]) -> CollatedBatch:
         return self._with_all_media(CollatedBatch.of(samples, self.trainer.keeps_samples))
@@ -332,15 +330,13 @@ class OptimizerSteps:
         if known and worst_error(on_ranks, known, self._scale) <= tolerance:
             self._checked_step = self.trainer.state.global_step + 1
             return None
+        shifts_labels = getattr(self.trainer, "_loss_shifts_labels", True)
         self._reduction = how_losses_add_up(
-            on_ranks, shifts_labels=self._shifts_labels, tolerance=tolerance, scale=self._scale
+            on_ranks, shifts_labels=shifts_labels, tolerance=tolerance, scale=self._scale
         )
         if self._reduction is None:
             worst = max(on_ranks, key=lambda each: min(worst_error([each], kind, self._scale) for kind in Reduction))
             return f"{worst}: it is neither their sum nor their mean, {NOT_SPLIT}"
-        self._shifts_labels = self._reduction is Reduction.MEAN_OF_NEXT_TOKENS or (
-            self._shifts_labels and self._reduction is not Reduction.MEAN_OF_LABELS
-        )
         self._scale = max(self._scale, *(abs(each.both.loss) for each in on_ranks))
         self._checked_step = self.trainer.state.global_step + 1
         self.runner.recovers |= known is None and self.trainer.adaptive.recover_from_oom
