@@ -465,7 +465,10 @@ def no_room(*_: Any, **__: Any) -> Any:
     [
         ("prediction_step", r"in evaluation \(lower .*set prediction_loss_only=True\): no room$"),
         ("gather_function", r"in evaluation while results are gathered, which cannot be split \(lower .*\): no room"),
-        ("compute_loss", "in step 1, and the check of the loss ran out of memory; lower per_device_train_batch_size"),
+        (
+            "compute_loss",
+            "in step 1, and the check of the loss, .*, ran out of memory; set per_device_train_batch_size=1",
+        ),
         (
             "create_optimizer",
             "in the optimizer, whose state does not depend on the batch: no room; use a smaller model",

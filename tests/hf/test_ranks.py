@@ -126,6 +126,32 @@ def train_communicating(sharded: bool, here: Path) -> dict[str, float]:
     return found
 
 
+def fail_in_a_loss_that_communicates(batch_size: int, here: Path) -> None:
+    """Collective: rank 1 runs out of memory in the first step, and its peer gathers a value in compute_loss."""
+    import torch
+    from transformers import Trainer
+
+    from tests.hf.trainers import arguments, train
+    from torchtune_adaptive.hf import AdaptiveArguments
+
+    class Gathers(Trainer):
+        def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+            if torch.is_grad_enabled() and self.args.process_index == 1:
+                raise torch.OutOfMemoryError("injected")
+            loss = super().compute_loss(*args, **kwargs)
+            self.accelerator.gather(loss.detach())
+            return loss
+
+    settings = arguments(here, max_steps=1, per_device_train_batch_size=batch_size)
+    train(here, AdaptiveArguments(), base=Gathers, arguments=settings)
+
+
+@pytest.mark.parametrize("batch_size", [1, 4])
+def test_out_of_memory_error_in_a_loss_that_communicates_ends_the_first_step(batch_size: int, tmp_path: Path) -> None:
+    with pytest.raises(RankFailed, match="out of memory on rank 1, and microbatches communicate outside FSDP"):
+        run_on_ranks(2, fail_in_a_loss_that_communicates, batch_size, tmp_path, in_group=False, timeout_s=60)
+
+
 @pytest.mark.parametrize("sharded", [True, False], ids=["FSDP2", "DDP"])
 def test_loss_that_communicates_equals_that_of_stock(sharded: bool, tmp_path: Path) -> None:
     for found in run_on_ranks(2, train_communicating, sharded, tmp_path, in_group=False, timeout_s=60):

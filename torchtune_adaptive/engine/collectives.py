@@ -12,7 +12,7 @@ import sys
 import zlib
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from functools import partial
 from typing import Any, Literal, cast
@@ -235,6 +235,11 @@ class CollectiveLedger:
         self._records.pop(stage, None)
         if self._ghosts:
             self._ghosts.forget(stage)
+
+    def copy_record(self, *, of_stage: str, to_stage: str) -> None:
+        """Copy what is known about communication outside FSDP to another stage of the same model."""
+        found = self._records[of_stage]
+        self._records[to_stage] = replace(found, schedules={}, non_fsdp_messages=max(1, found.non_fsdp_messages))
 
     def begin_attempt(
         self, microbatches: int, models: Sequence[object], stage: str = "", *, reduce_once: bool = False

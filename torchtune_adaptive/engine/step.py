@@ -68,7 +68,7 @@ from torchtune_adaptive.errors import (
     UnrecoverableError,
     without_backward,
 )
-from torchtune_adaptive.formatting import format_apart, format_bytes, is_whole
+from torchtune_adaptive.formatting import format_apart, format_bytes, is_whole, ranks_named
 
 logger = logging.getLogger(__name__)
 
@@ -264,6 +264,12 @@ class StepRunner(Generic[Sample]):
     def use_limit(self, limit: Limit) -> None:
         """Use this limit from the next step on. If recovery has chosen a smaller one in the same unit, keep that."""
         self._governor.allow(limit)
+
+    def adopt_refusal_of(self, other: StepRunner[Sample]) -> None:
+        """If microbatches of the other stage have communicated outside FSDP, assume this for this stage, too."""
+        if other.recovery.enabled and not other.recovers:
+            self.recovers = False
+            self._ledger.copy_record(of_stage=other.stage, to_stage=self.stage)
 
     def start_over(self) -> None:
         """Return to the original limit, and record the collectives of the next microbatch anew.
@@ -528,7 +534,11 @@ class StepRunner(Generic[Sample]):
         # again, because hooks may have been installed after the Recovery was created
         if reason := self.cannot_repeat or fsdp.why_hooks_forbid_it(self.model):
             raise RecoveryUnsupportedError(
-                f"out of memory in {in_step(step, self.stage)}, which cannot be repeated: {reason}", Remedy.NO_RECOVERY
+                f"out of memory on {ranks_named(reports.failed)} in {in_step(step, self.stage)}, which cannot be "
+                f"repeated: {reason}",
+                Remedy.SMALLER_LIMIT,
+                Remedy.CHECKPOINT_ACTIVATIONS,
+                Remedy.LARGER_BUDGET,
             )
         if reduced_once := self._ledger.reduces_once:
             self._reduces_once, self._whole_gradients = False, math.inf

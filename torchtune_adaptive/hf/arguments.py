@@ -39,6 +39,7 @@ class AdaptiveArguments:
 REMEDIES_AS_ARGUMENTS: Mapping[Remedy, str] = {
     **{remedy: remedy.value for remedy in Remedy},
     Remedy.CHECKPOINT_ACTIVATIONS: "set gradient_checkpointing=True",
+    Remedy.MORE_RANKS: "shard the model over more ranks with FSDP2",
     Remedy.LARGER_BUDGET: "raise memory_limit",
     Remedy.SMALLER_LIMIT: "lower per_device_train_batch_size",
     Remedy.NO_RECOVERY: "set recover_from_oom=False",

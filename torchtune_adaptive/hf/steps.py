@@ -62,7 +62,7 @@ STATE = "adaptive"
 """Key of the limit in `trainer_state.json`, under `stateful_callbacks`."""
 MOST_CLASSES = 4
 """In classification, the loss check pairs the shortest samples of up to this many classes with one other sample."""
-CHECKED_TOKENS = 64
+CHECKED_TOKENS = 32
 """The loss check shortens samples to this many tokens, so that it needs little memory and time."""
 COPIED_BYTES = 2**24
 """The loss check restores buffers and other tensors up to this size. Larger ones may be quantized weights."""
@@ -74,7 +74,7 @@ NOT_REPRODUCIBLE = (
     "collating the same samples twice gives different batches, so a step cannot be split: the data collator is random, "
     "or other code changes the batch; move such code into the dataset"
 )
-CHECK_FAILED = "the check of the loss ran out of memory"
+CHECK_FAILED = "the check of the loss, which needs two short samples in one batch, ran out of memory"
 COUNTERS = ("_metrics", "_total_train_tokens", "custom_metrics")
 """Attributes that compute_loss updates in TRL's and ms-swift's trainers; they are restored for a repeated step."""
 
@@ -293,19 +293,28 @@ class OptimizerSteps:
         if not reason:
             return
         if self._attempts > 1:
-            raise RecoveryUnsupportedError(f"out of memory in step {step}, and {reason}", Remedy.SMALLER_LIMIT)
+            batch = "; set per_device_train_batch_size=1, with more gradient_accumulation_steps"
+            raise RecoveryUnsupportedError(
+                f"out of memory in step {step}, and {reason}{batch * (reason == CHECK_FAILED)}",
+                *([] if reason == CHECK_FAILED else [Remedy.SMALLER_LIMIT]),
+                Remedy.CHECKPOINT_ACTIVATIONS,
+                Remedy.LARGER_BUDGET,
+            )
         since = f" (steps {last_check} to {step - 1} may differ from Trainer's)" if known else ""
         raise ConfigError(f"in step {step}, {reason}{since}")
 
     def _check_first_step(self, batch: CollatedBatch, rows: int) -> None:
         """Collective: find out if a step can be split. If it cannot, train without recovery, like stock Trainer.
 
-        Steps with batches of one row are not split, so their loss is not checked.
+        Steps with batches of one row are not split, so only communication in their loss is looked for.
         """
         reproducible = all(from_all_ranks(batch.is_reproducible(self.trainer.keeps_samples)))
         reason = None if reproducible else NOT_REPRODUCIBLE
         if reason is None and rows > 1:
             reason = self._find_reduction()
+        elif reason is None and world_size() > 1:
+            self._try_two_samples(alone=True)
+        self.runner.adopt_refusal_of(self._checker)
         if reason in (None, CHECK_FAILED):  # the check is repeated before the first attempt that splits batches
             self.runner.recovers &= reason is None  # otherwise, the limit stays until memory runs out
             return
@@ -342,12 +351,13 @@ class OptimizerSteps:
         self.runner.recovers |= known is None and self.trainer.adaptive.recover_from_oom
         return None
 
-    def _try_two_samples(self) -> list[TwoSamples] | None:
+    def _try_two_samples(self, *, alone: bool = False) -> list[TwoSamples] | None:
         """Collective: return the finite losses of pairs of samples on all ranks, in one batch and in separate batches;
         None if a rank runs out of memory.
 
         The model is in training mode, since some terms of a loss exist only there, but without dropout. If a forward
-        pass draws random numbers on any rank, try again in evaluation mode.
+        pass draws random numbers on any rank, try again in evaluation mode. With `alone`, run one sample twice instead,
+        so that the engine sees if the loss communicates.
         """
         firsts, second = self._candidates()
         if not (is_whole(self.model) or isinstance(second, GeneratedRow)):  # so that all ranks use the same layers
@@ -362,7 +372,7 @@ class OptimizerSteps:
                 self._losses: list[BatchLoss] = []
                 with stance(), WithoutDropout() if training else nullcontext():
                     pairs = [microbatch for first in firsts for microbatch in ([first], [first, second])]
-                    result, _ = self._checker.attempt([[second], *pairs])
+                    result, _ = self._checker.attempt([[second], *([[second]] if alone else pairs)])
                 if result is None:
                     return None
                 of_second, *others = (each._replace(loss=float(each.loss)) for each in self._losses)

@@ -265,7 +265,9 @@ def test_step_is_not_repeated_after_hooks_have_used_its_gradients():
     for parameter in model.parameters():  # after Recovery has searched for hooks
         parameter.register_post_accumulate_grad_hook(lambda each: each.data.sub_(each.grad))
     with (
-        pytest.raises(RecoveryUnsupportedError, match="out of memory in step 0, which cannot be repeated: hooks use"),
+        pytest.raises(
+            RecoveryUnsupportedError, match="out of memory on rank 0 in step 0, which cannot be repeated: hooks use"
+        ),
         FaultInjector(runner).fail_at(rank=0, step=0, operation=5),
     ):
         runner.run(SAMPLES, step=0)
