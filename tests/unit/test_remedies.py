@@ -33,7 +33,10 @@ def rehearsed_at_16_gib(command: Sequence[str], gpu: Gpu, ranks: int | None) -> 
     step = {"step": 1, "allocated_bytes": needed * GIB, "reserved_bytes": needed * GIB, "flushes": 0}
     end = {"allocated_bytes": 0, "reserved_bytes": 0, "flushes": 0, "error": None, "replays": 0, "stopped": True}
     about = {"usable_bytes": 16 * GIB, "overhead_bytes": GIB, "rank": 0, "ranks": ranks or 1}
-    return RehearsalResult(**about, status=0, steps=[step] * 2, end=end)
+    if needed <= 16:
+        return RehearsalResult(**about, status=0, steps=[step] * 2, end=end)
+    error = {**step, "asked_bytes": GIB, "has_optimizer": True, "allowed_bytes": 16 * GIB, "in_search": False}
+    return RehearsalResult(**about, status=1, errors=[error], end={**end, "by_memory": True})
 
 
 def test_two_changes_are_combined_if_none_is_enough_and_accelerates_options_precede_the_script() -> None:
