@@ -15,7 +15,7 @@ pytest.importorskip("accelerate")
 import torch
 from transformers import Trainer
 
-from tests.hf.trainers import STEPS, Run, arguments, difference, failing_in_forward, tiny_llama, train
+from tests.hf.trainers import STEPS, Run, arguments, collate, difference, failing_in_forward, tiny_llama, train
 from torchtune_adaptive.errors import ConfigError, RecoveryUnsupportedError
 from torchtune_adaptive.hf import AdaptiveArguments
 from torchtune_adaptive.hf.losses import (
@@ -221,14 +221,83 @@ class WeightedClasses(Trainer):
 
 
 def test_weight_of_a_rare_class_is_found_by_the_check(tmp_path: Path) -> None:
-    def collate(samples: Sequence[dict[str, Any]]) -> dict[str, torch.Tensor]:
-        return {name: torch.tensor([sample[name] for sample in samples]) for name in ("input_ids", "labels")}
-
     classes = [0, 1] * 5 + [0, 2]
     dataset = [{"input_ids": [*range(n, n + 8)], "labels": each} for n, each in enumerate(classes, 1)]
-    changed: dict[str, Any] = {"train_dataset": dataset, "data_collator": collate, "base": WeightedClasses}
+    changed: dict[str, Any] = {"train_dataset": dataset, "data_collator": collate_classes, "base": WeightedClasses}
     with pytest.raises(ConfigError, match="so a step cannot be split"):
         train(tmp_path, AdaptiveArguments(token_budget=100), arguments=arguments(tmp_path), **changed)
+
+
+def collate_classes(samples: Sequence[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    return {name: torch.tensor([sample[name] for sample in samples]) for name in ("input_ids", "labels")}
+
+
+class Classes(Trainer):
+    """Its loss is a mean over the rows of a batch that have a label."""
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
+        self.model_accepts_loss_kwargs = False
+        labels = inputs.pop("labels")
+        return torch.nn.functional.cross_entropy(model(**inputs).logits[:, -1, :3], labels)
+
+
+def test_rows_without_a_label_do_not_count_in_a_split_step(tmp_path: Path) -> None:
+    rows = [{"input_ids": [*range(n, n + 8)], "labels": n % 3 if n % 4 else -100} for n in range(1, 97)]
+    changed = {"train_dataset": rows, "data_collator": collate_classes, "base": Classes}
+    ours = train(tmp_path, AdaptiveArguments(), faults=[(2, 40)], arguments=arguments(tmp_path), **changed)
+    assert ours.column("oom_recoveries")[-1] == 1
+    assert difference(ours, train(tmp_path, arguments=arguments(tmp_path), **changed)) < 1e-6
+
+
+class ReadsGradients(Trainer):
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        for parameter in self.model.parameters():
+            parameter.register_post_accumulate_grad_hook(lambda each: print(end=f"{each.grad.norm()}"[:0]))
+
+
+class LazyModel(KeepsAnAverage):
+    """A model that initializes itself in its first forward, and remembers this in an attribute of its class."""
+
+    ready = False
+
+    def forward(self, input_ids: Any, labels: Any, attention_mask: Any) -> dict[str, Any]:
+        if not self.ready:
+            self.scale, self.ready = 2.0, True
+        logits = self.head(self.embedding(input_ids))
+        return {"loss": torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()) * self.scale}
+
+
+def collate_in_place(samples: Any) -> Any:
+    longest = max(len(sample["labels"]) for sample in samples)
+    for sample in samples:
+        sample["labels"] += [-100] * (longest - len(sample["labels"]))
+    return collate(samples)
+
+
+@pytest.mark.parametrize(
+    ("changed", "recovers"),
+    [
+        ({"settings": {"neftune_noise_alpha": 5}}, True),
+        ({"base": ReadsGradients}, False),
+        ({"data_collator": collate_in_place}, True),
+        ({"model": LazyModel}, True),
+    ],
+    ids=["NEFTune", "hooks that read gradients", "lists padded in place", "lazy attributes"],
+)
+def test_run_that_stock_finishes_is_finished_with_or_without_recovery(
+    tmp_path: Path, changed: dict[str, Any], recovers: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    def run(adaptive: AdaptiveArguments | None = None) -> Run:
+        torch.manual_seed(3)
+        given = dict(changed)
+        settings = arguments(tmp_path, max_steps=3, **given.pop("settings", {}))
+        if "model" in given:
+            given["model"] = given["model"]()
+        return train(tmp_path, adaptive, arguments=settings, **given)
+
+    assert difference(run(AdaptiveArguments()), run()) == 0.0
+    assert ("training continues without recovery" in caplog.text) != recovers
 
 
 class OwnPadding(Trainer):

@@ -172,7 +172,7 @@ class CollatedBatch:
     @staticmethod
     def of(samples: Sequence[RawSample], collate: Callable[[list[Any]], Any]) -> CollatedBatch:
         """Collate samples with the collator of their data loader; concatenate generated rows."""
-        features = [copy(sample.features) for sample in samples]
+        features = [copied(sample.features) for sample in samples]
         if isinstance(samples[0], GeneratedRow):
             rows = {
                 name: torch.cat([row[name] for row in features]) if value.dim() else value
@@ -200,7 +200,7 @@ class KeepSamples:
 
     def __call__(self, features: list[Any]) -> Any:
         """Collate the features and add them to the batch."""
-        samples = [RawSample(copy(each)) for each in features]  # copies, because some collators remove keys
+        samples = [RawSample(copied(each)) for each in features]
         inputs = self.collate(features)
         if isinstance(inputs, MutableMapping):
             samples = self._measured(samples, inputs)
@@ -218,12 +218,20 @@ class KeepSamples:
         if len(rows) == len(samples):
             lengths = [[tokens] for tokens in rows]
         elif sum(rows) > sum(before) or (not rows and max(before) == 1 and "input_ids" in inputs):
-            alone = (self.collate([copy(each.features)]) for each in samples)
+            alone = (self.collate([copied(each.features)]) for each in samples)
             lengths = [row_lengths_in(one) or [one["input_ids"].shape[-1]] for one in alone]
         else:
             return samples
         after = zip(samples, lengths, before, strict=True)
         return [replace(each, collated_lengths=rows) if sum(rows) > tokens else each for each, rows, tokens in after]
+
+
+def copied(features: Any) -> Any:
+    """Return a copy of an item of the dataset, because some collators remove its keys, or pad its lists in place."""
+    copies = copy(features)
+    if isinstance(copies, dict):
+        copies |= {name: value[:] for name, value in copies.items() if isinstance(value, list)}
+    return copies
 
 
 def row_lengths_in(inputs: Mapping[str, Any]) -> list[int]:
@@ -277,6 +285,8 @@ def counts_of(inputs: Mapping[str, Any], samples: int) -> Counts:
     """Count the labels in collated inputs. Waits for the device of the labels."""
     labels = inputs.get("labels")
     if not isinstance(labels, Tensor) or labels.dim() < 2:
+        if isinstance(labels, Tensor) and labels.dim() == 1 and not labels.is_floating_point():
+            samples = int(torch.count_nonzero(labels != IGNORED))
         return Counts.of_rows(samples)
     in_loss = labels != IGNORED
     return Counts(samples, int(in_loss.sum()), int(in_loss[..., 1:].sum()))

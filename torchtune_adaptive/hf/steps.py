@@ -32,7 +32,7 @@ from torchtune_adaptive.engine.results import Totals
 from torchtune_adaptive.engine.search import SearchResult
 from torchtune_adaptive.engine.snapshot import RngState
 from torchtune_adaptive.engine.step import Recovery, SampleKind, StepRunner
-from torchtune_adaptive.errors import ConfigError, RecoveryUnsupportedError, Remedy
+from torchtune_adaptive.errors import AdaptiveError, ConfigError, RecoveryUnsupportedError, Remedy
 from torchtune_adaptive.formatting import parse_size
 from torchtune_adaptive.hf.losses import (
     BatchLoss,
@@ -125,12 +125,17 @@ class OptimizerSteps:
             filler=lambda _: self._filler,
             padded=padded,
         )
-        recovery = Recovery(
-            *models,
-            enabled=adaptive.recover_from_oom,
-            regrow_after=adaptive.regrow_after,
-            on_attempt=self._begin_attempt,
-        )
+        searches = adaptive.use_maximum_batch_size or budget == "auto"
+        self._splits_batches = searches or budget is not None
+        """True if the configuration requires microbatches that are not batches of the data loader."""
+        options = {"regrow_after": adaptive.regrow_after, "on_attempt": self._begin_attempt}
+        try:
+            recovery = Recovery(*models, enabled=adaptive.recover_from_oom, **options)
+        except RecoveryUnsupportedError as error:
+            if self._splits_batches:
+                raise
+            self._warn(error.fact)
+            recovery = Recovery(*models, enabled=False, **options)
         rows = trainer.args.per_device_train_batch_size
         limit = TokenLimit(budget, rows_per_sample) if isinstance(budget, int) else RowLimit(rows)
         self.runner = StepRunner(
@@ -142,10 +147,7 @@ class OptimizerSteps:
             self.model, self._check, kind=kind, limit=RowLimit(2), recovery=recovery, stage="check of the loss"
         )
         self._checker.trains = False
-        searches = adaptive.use_maximum_batch_size or budget == "auto"
-        self._splits_batches = searches or budget is not None
-        """True if the configuration requires microbatches that are not batches of the data loader."""
-        if adaptive.recover_from_oom or self._splits_batches:
+        if recovery.enabled or self._splits_batches:
             self._check_first_step(batches[0], rows)
         if searches:
             self.runner.use_limit(self._search())
@@ -321,13 +323,21 @@ class OptimizerSteps:
         if self._splits_batches:
             raise ConfigError(reason)
         self.runner.recovers, self.runner.cannot_repeat = False, reason
+        self._warn(reason)
+
+    def _warn(self, reason: str) -> None:
         if rank() == 0:
             logger.warning("training continues without recovery, so an out-of-memory error ends it: %s", reason)
 
     def _find_reduction(self) -> str | None:
         """Collective: find out how the losses of microbatches add up. Return None, or the reason why a step cannot be
         split."""
-        on_ranks = self._try_two_samples()
+        try:
+            on_ranks = self._try_two_samples()
+        except Exception as error:
+            if world_size() > 1 or isinstance(error, AdaptiveError):  # the ranks could have failed in different places
+                raise
+            return f"the check of the loss has failed ({type(error).__name__}: {error})"
         if on_ranks is None:
             if rank() == 0:
                 logger.warning("%s, so it is skipped", CHECK_FAILED)
@@ -368,7 +378,7 @@ class OptimizerSteps:
         stance = partial(torch.compiler.set_stance, "default" if attention == "flex_attention" else "force_eager")
         try:
             for training in (True, False):
-                self.model.train(training)
+                self._checks_in_training = training
                 self._losses: list[BatchLoss] = []
                 with stance(), WithoutDropout() if training else nullcontext():
                     pairs = [microbatch for first in firsts for microbatch in ([first], [first, second])]
@@ -390,6 +400,7 @@ class OptimizerSteps:
         """Collective: compute the loss of a microbatch without gradients, and add it to `_losses`."""
         self._restore()
         self._restore_attributes()
+        self.model.train(self._checks_in_training)
         trainer, state, batch = self.trainer, random_state(), self._collated(samples)
         with torch.no_grad(), self._without_other_collectives(), trainer.compute_loss_context_manager():
             inputs = trainer._prepare_inputs(batch.inputs)
@@ -403,7 +414,9 @@ class OptimizerSteps:
         A candidate has fewer labels than the second sample, so that reductions give different results. All ranks return
         the same number of candidates, because computing a loss is collective.
         """
-        shortest = [each.shortened(CHECKED_TOKENS) for each in sorted(self._samples, key=attrgetter("length"))]
+        by_length = sorted(self._samples, key=attrgetter("length"))
+        labelled = [each for each in by_length if each.label != IGNORED] or by_length
+        shortest = [each.shortened(CHECKED_TOKENS) for each in labelled]
         one = shortest[0]
         if isinstance(one, GeneratedRow):  # set scores and lengths, because they may be equal in all rows
             return [one.scored(1.0, targets=1)], one.scored(2.0, targets=one.length)
@@ -543,11 +556,12 @@ def remember_attributes(*owners: Any) -> Callable[[], None]:
     @torch.no_grad()
     def restore() -> None:
         for owner, attributes, buffers in before:
-            for name in restored(vars(owner)) | restored(attributes):
-                if name in attributes:
-                    vars(owner)[name] = attributes[name]
-                elif vars(owner)[name] is not True:  # a new True stays: it may mean that hooks are installed
-                    del vars(owner)[name]
+            added = restored(vars(owner)) - attributes.keys()
+            for name in restored(attributes):
+                vars(owner)[name] = attributes[name]
+            # A new True stays, with all that was added beside it: it may mean that something is initialized.
+            for name in added if not any(vars(owner)[name] is True for name in added) else ():
+                del vars(owner)[name]
             vars(owner).get("_buffers", {}).update(buffers)
         for tensor, content in contents:
             if not torch.equal(tensor, content):  # for example the statistics of a batch normalization

@@ -242,8 +242,8 @@ class AdaptiveMixin(Base):
             if (cause := cause_of_failed_write(error)) is None:
                 raise
             raise CheckpointError(
-                f"checkpoint-{self.state.global_step} could not be saved to {self.args.output_dir}: {cause}; free some "
-                "space, then resume from the previous checkpoint, if there is one"
+                f"checkpoint-{self.state.global_step} could not be saved to {self.args.output_dir}: {cause}; once "
+                "that is fixed, resume from the previous checkpoint, if there is one"
             ) from error
 
     def _save_rng_state(self, output_dir: str) -> None:
