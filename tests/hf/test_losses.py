@@ -252,8 +252,12 @@ def test_rows_without_a_label_do_not_count_in_a_split_step(tmp_path: Path) -> No
 class ReadsGradients(Trainer):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self.norms: list[torch.Tensor] = []
         for parameter in self.model.parameters():
-            parameter.register_post_accumulate_grad_hook(lambda each: print(end=f"{each.grad.norm()}"[:0]))
+            parameter.register_post_accumulate_grad_hook(self.read)
+
+    def read(self, parameter: torch.Tensor) -> None:
+        self.norms.append(parameter.grad.norm())
 
 
 class LazyModel(KeepsAnAverage):
