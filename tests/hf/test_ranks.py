@@ -126,6 +126,24 @@ def train_communicating(sharded: bool, here: Path) -> dict[str, float]:
     return found
 
 
+def train_with_uneven_batches(here: Path) -> float:
+    """Collective: the difference from stock if ranks have batches of different sizes."""
+    from tests.hf.trainers import arguments, difference, train, use_fsdp2
+    from torchtune_adaptive.hf import AdaptiveArguments
+
+    use_fsdp2()
+    rows = 8 if os.environ["RANK"] == "0" else 2
+    ours, stock = (
+        train(here, adaptive, arguments=arguments(here, max_steps=2, per_device_train_batch_size=rows))
+        for adaptive in (AdaptiveArguments(), None)
+    )
+    return difference(ours, stock)
+
+
+def test_ranks_with_batches_of_different_sizes_train_like_stock(tmp_path: Path) -> None:
+    assert max(run_on_ranks(2, train_with_uneven_batches, tmp_path, in_group=False, timeout_s=60)) < 1e-6
+
+
 def fail_in_a_loss_that_communicates(batch_size: int, here: Path) -> None:
     """Collective: rank 1 runs out of memory in the first step, and its peer gathers a value in compute_loss."""
     import torch

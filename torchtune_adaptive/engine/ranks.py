@@ -203,7 +203,7 @@ class EqualSteps:
         while set(steps := self._steps()) != {self._announced}:
             if time.monotonic() > until_s or (waits and not set(steps) <= {self._announced, UNCHANGED}):
                 raise UnrecoverableError(
-                    f"the ranks have different numbers of samples or microbatches in one step ({', '.join(steps)}, by "
+                    f"the ranks have different numbers of microbatches in one step ({', '.join(steps)}, by "
                     "rank), so they would wait for each other in different collectives: pass the same number and the "
                     "same limit on every rank, or use a TokenLimit and a SampleKind with a filler"
                 )

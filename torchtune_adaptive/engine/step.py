@@ -68,7 +68,7 @@ from torchtune_adaptive.errors import (
     UnrecoverableError,
     without_backward,
 )
-from torchtune_adaptive.formatting import format_apart, format_bytes, is_whole, ranks_named
+from torchtune_adaptive.formatting import count_of, format_apart, format_bytes, is_whole, ranks_named
 
 logger = logging.getLogger(__name__)
 
@@ -331,7 +331,8 @@ class StepRunner(Generic[Sample]):
         while True:
             plan = self._plan(lengths)
             if not self.limit.by_length:
-                self._equal_steps.announce(f"{len(samples)} in {len(plan)}")
+                sizes = f"{len(samples)} samples in " if self._ledger.uses_ghost_passes else ""
+                self._equal_steps.announce(f"{sizes}{count_of(len(plan), 'microbatch', 'microbatches')}")
             self.recovery.on_attempt(self.stage, step, plan)
             began = time.perf_counter()
             outcome = self._attempt(samples, plan, reduce_once=self._reduces_once)

@@ -65,17 +65,17 @@ ROWS = (RowLimit(2), RowLimit(2))
 @pytest.mark.parametrize(
     ("counts", "limits", "message"),
     [
-        (([8], [6]), ROWS, "8 in 4, 6 in 3"),
-        (([8, 8], [8, 6]), ROWS, "as before, 6 in 3"),
-        (([8, 10], [8, 8]), ROWS, "10 in 5, as before"),
-        (([8], [8]), (RowLimit(2), RowLimit(4)), "8 in 4, 8 in 2"),
-        (([8], [8]), (RowLimit(2), TokenLimit(16)), "8 in 4, by length"),
+        (([8], [6]), ROWS, "4 microbatches, 3 microbatches"),
+        (([8, 8], [8, 6]), ROWS, "as before, 3 microbatches"),
+        (([8, 10], [8, 8]), ROWS, "5 microbatches, as before"),
+        (([8], [8]), (RowLimit(2), RowLimit(4)), "4 microbatches, 2 microbatches"),
+        (([8], [8]), (RowLimit(2), TokenLimit(16)), "4 microbatches, by length"),
     ],
 )
 def test_different_sample_counts_or_limits_end_the_step_with_an_error(
     counts: tuple[list[int], list[int]], limits: tuple[Limit, Limit], message: str
 ) -> None:
-    with pytest.raises(RankFailed, match=rf"numbers of samples or microbatches in one step \({message}, by rank\)"):
+    with pytest.raises(RankFailed, match=rf"numbers of microbatches in one step \({message}, by rank\)"):
         run_on_ranks(2, run_unevenly, counts, limits, timeout_s=10)
 
 
