@@ -12,6 +12,7 @@ from typing import Any
 
 from benchmarks.results import RESULTS
 from torchtune_adaptive.atomic_files import read_json, replace_file
+from torchtune_adaptive.formatting import count_of
 
 ROOT = Path(__file__).parent.parent
 README, PAGE = ROOT / "README.md", ROOT / "docs" / "measured.md"
@@ -79,6 +80,19 @@ def trainer(rows: list[Row]) -> tuple[str, str]:
     ]
     spread = f"{min(row['lowest'] for row in rows):.2f} to {max(row['highest'] for row in rows):.2f}"
     what = "CPU time per step without errors, relative to transformers' Trainer, same batch"
+    return what, f"{', '.join(cells)}; medians, single pairs {spread}"
+
+
+def ddp(rows: list[Row]) -> tuple[str, str]:
+    groups: dict[tuple[int, int], list[float]] = {}
+    for row in rows:
+        groups.setdefault((row["ranks"], row["microbatches"]), []).append(row["ratio"])
+    cells = [
+        f"{span(ratios, 2)} ({ranks} ranks, {count_of(batches, 'batch', 'batches')} per step)"
+        for (ranks, batches), ratios in groups.items()
+    ]
+    spread = f"{min(row['lowest'] for row in rows):.2f} to {max(row['highest'] for row in rows):.2f}"
+    what = "CPU time per step of whole models with 30 or 600 trained parameters, relative to DistributedDataParallel"
     return what, f"{', '.join(cells)}; medians, single pairs {spread}"
 
 
@@ -194,7 +208,7 @@ LARGE = {"pause": "pause", "resuming": "resume"}
 FAULTS = ("injected", "recovered", "hung", "wrong gradient")
 CALLS = ("calls", "mismatches", "deadlocks")
 LINES = (
-    *(overhead, startup, trainer, searches, recovery, saves, large_saves, packing, dealing, stages, rollouts),
+    *(overhead, startup, trainer, ddp, searches, recovery, saves, large_saves, packing, dealing, stages, rollouts),
     *(faults, nccl),
 )
 """Each function is named after its file of results and returns the cells of a line."""
