@@ -126,22 +126,30 @@ def train_communicating(sharded: bool, here: Path) -> dict[str, float]:
     return found
 
 
-def train_with_uneven_batches(here: Path) -> float:
-    """Collective: the difference from stock if ranks have batches of different sizes."""
+def train_with_uneven_batches(sharded: bool, here: Path) -> tuple[float, str]:
+    """Collective: the difference from stock if ranks have batches of different sizes, and the error if memory runs
+    out."""
     from tests.hf.trainers import arguments, difference, train, use_fsdp2
+    from torchtune_adaptive.errors import RecoveryUnsupportedError
     from torchtune_adaptive.hf import AdaptiveArguments
 
-    use_fsdp2()
-    rows = 8 if os.environ["RANK"] == "0" else 2
-    ours, stock = (
-        train(here, adaptive, arguments=arguments(here, max_steps=2, per_device_train_batch_size=rows))
-        for adaptive in (AdaptiveArguments(), None)
-    )
-    return difference(ours, stock)
+    if sharded:
+        use_fsdp2()
+    options = arguments(here, max_steps=2, per_device_train_batch_size=8 if os.environ["RANK"] == "0" else 1)
+    ours, stock = (train(here, adaptive, arguments=options) for adaptive in (AdaptiveArguments(), None))
+    with pytest.raises(RecoveryUnsupportedError) as failed:
+        train(here, AdaptiveArguments(), faults=[(2, 40)], arguments=options)
+    return difference(ours, stock), str(failed.value)
 
 
-def test_ranks_with_batches_of_different_sizes_train_like_stock(tmp_path: Path) -> None:
-    assert max(run_on_ranks(2, train_with_uneven_batches, tmp_path, in_group=False, timeout_s=60)) < 1e-6
+@pytest.mark.parametrize("sharded", [True, False], ids=["FSDP2", "DDP"])
+def test_ranks_with_batches_of_different_sizes_train_like_stock_until_memory_runs_out(
+    sharded: bool, tmp_path: Path
+) -> None:
+    ended = run_on_ranks(2, train_with_uneven_batches, sharded, tmp_path, in_group=False, timeout_s=60)
+    for differs, error in ended:
+        assert differs < 1e-6
+        assert "which cannot be repeated: the ranks have batches of different sizes" in error
 
 
 def fail_in_a_loss_that_communicates(batch_size: int, here: Path) -> None:

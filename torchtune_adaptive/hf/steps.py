@@ -312,6 +312,8 @@ class OptimizerSteps:
         """
         reproducible = all(from_all_ranks(batch.is_reproducible(self.trainer.keeps_samples)))
         reason = None if reproducible else NOT_REPRODUCIBLE
+        if len(set(from_all_ranks(rows))) > 1:  # one rank might split a step while another does not
+            reason = "the ranks have batches of different sizes; use equal ones"
         if reason is None and rows > 1:
             reason = self._find_reduction()
         elif reason is None and world_size() > 1:
