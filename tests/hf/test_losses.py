@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from torchtune_adaptive.hf.losses import (
     TwoSamples,
     how_losses_add_up,
 )
+from torchtune_adaptive.hf.metrics import BatchMetrics
 from torchtune_adaptive.hf.steps import CHECKED_TOKENS
 
 pytestmark = pytest.mark.timeout(300)
@@ -361,6 +363,20 @@ def two(both: float, first: float = 4.0, second: float = 2.0) -> TwoSamples:
 )
 def test_reduction_is_determined_from_the_losses_of_two_samples(both: float, reduction: Reduction | None) -> None:
     assert how_losses_add_up([two(both)], shifts_labels=True, tolerance=FP32_TOLERANCE) is reduction
+
+
+def test_metrics_of_a_batch_without_labels_do_not_shift_those_of_later_batches() -> None:
+    """A microbatch of which no row counts is a filler, and its metrics are dropped."""
+    trainer: Any = type("Trainer", (), {"_metrics": {"train": defaultdict(list)}})()
+    metrics, logged = BatchMetrics(trainer, "train"), trainer._metrics["train"]
+    for batch, rows, value in (0, 0, 9.0), (1, 2, 3.0), (1, 1, 6.0):
+        with metrics.of_microbatch(batch, rows, {}):
+            logged["reward"].append(value)
+            logged["max_reward"].append(value)
+    metrics.end_step(batches=2)
+    assert [len(each) for each in metrics._complete] == [0, 2]
+    metrics.publish()
+    assert dict(logged) == {"reward": [4.0], "max_reward": [6.0]}
 
 
 def test_loss_that_adds_up_on_only_one_rank_is_refused() -> None:

@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import chain
+from itertools import chain, zip_longest
 from operator import mul
 from typing import Any, NamedTuple
 
@@ -59,10 +59,10 @@ class BatchMetrics:
         """Delete the values of the current step, which is repeated."""
         self._current.clear()
 
-    def end_step(self, *, batches: int = 1) -> None:
-        """Keep the values of the current step, which has this number of batches."""
-        values = [self._current[number] for number in sorted(self._current)]
-        self._complete += values if len(values) == batches else values * batches  # the second if batches were mixed
+    def end_step(self, *, batches: int = 1, mixed: bool = False) -> None:
+        """Keep the values of the current step, which has this number of batches. If microbatches have mixed them, all
+        values are those of batch 0, and count for each batch."""
+        self._complete += [self._current.get(0 if mixed else number, {}) for number in range(batches)]
         self._current.clear()
 
     def publish(self) -> None:
@@ -71,7 +71,7 @@ class BatchMetrics:
             return
         metrics = self._trainer._metrics[self._mode]
         complete, counters = zip(*from_all_ranks((self._complete, metrics.get(_COUNTER, []))), strict=True)
-        for on_ranks in zip(*complete, strict=True):
+        for on_ranks in zip_longest(*complete, fillvalue={}):  # a streamed dataset may end earlier on some ranks
             names = dict.fromkeys(name for batch in on_ranks for name, values in batch.items() if values)
             whole = {name: _combined(name, [*chain(*(batch.get(name, ()) for batch in on_ranks))]) for name in names}
             if {_CHOSEN, _REJECTED} <= whole.keys():  # a microbatch may lack one of them

@@ -164,7 +164,7 @@ class OptimizerSteps:
             self._wrapped._sync_buffers()  # as DDP does before the first forward of a step
         result = self.runner.run(self._samples, step=self.trainer.state.global_step + 1)
         self._batches.clear()
-        self.metrics.end_step(batches=self._batches_per_step)
+        self.metrics.end_step(batches=self._batches_per_step, mixed=not self._keeps_batches)
         for parameter, gradient in self._kept_gradients:
             parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
         self._kept_gradients.clear()
