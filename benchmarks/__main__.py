@@ -28,8 +28,8 @@ BENCHMARKS = (
     "rollouts",
     "scaling",
 )
-BY_NAME = ("learning", "plans", "growth", "large_saves", "ghost", "mesh_overhead", "online_batching")
-"""Benchmarks that run only if `--only` names them, because they take long, need 20 GiB of disk, or another package."""
+BY_NAME = ("learning", "plans", "growth", "large_saves", "ghost", "mesh_overhead")
+"""Benchmarks that run only if `--only` names them, because they take long or need 20 GiB of disk."""
 
 
 def main() -> None:

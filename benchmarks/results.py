@@ -21,7 +21,6 @@ PACKAGES = (
     "accelerate",
     "pytorch-lightning",
     "transformers",
-    "online-dynamic-batching",
 )
 
 Row: TypeAlias = Mapping[str, Any]

@@ -39,20 +39,6 @@ def test_page_of_several_models_shows_what_separate_limits_save() -> None:
     assert f"a step takes {dpo} times the CPU time in DPO, {ppo} times in PPO, and {grpo} times in GRPO" in page
 
 
-def test_comparison_shows_the_batches_of_each_trainer() -> None:
-    page = " ".join((measured.README.parent / "docs" / "comparison.md").read_text(encoding="utf-8").split())
-    for row in measured.rows_of("online_batching"):
-        samples = " / ".join(f"{row[f'{name} samples']:.0f}" for name in ("fewest", "median", "most"))
-        counts = f"{row['padding']:.0%} | {row['forward passes']} | {row['updates']} | {samples}"
-        time = "" if row["ratio"] is None else f"{row['ratio']:.2f} ({row['lowest']:.2f} to {row['highest']:.2f})"
-        if row["memory"] is None:
-            assert f"| {counts} | {time} |".replace("|  |", "| |") in page
-            assert row["trained once"] == row["samples"]
-        else:
-            assert (row["error"] == "") == (row["trained once"] == row["samples"])
-            assert f"{row['trained once']} of {row['samples']} samples" in page
-
-
 @pytest.mark.parametrize("name", [line.__name__ for line in measured.LINES])
 def test_table_line_follows_its_results(name: str, tmp_path: Path) -> None:
     for stored in RESULTS.glob("*.json"):

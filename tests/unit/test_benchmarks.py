@@ -7,9 +7,8 @@ from importlib.metadata import version
 from pathlib import Path
 
 import pytest
-import torch
 
-from benchmarks import dealing, online_batching, packing, results, scaling
+from benchmarks import dealing, packing, results, scaling
 from benchmarks.packing import DISTRIBUTIONS, random_tokens
 from benchmarks.recovery import POINTS, Cost, Fault, lost
 from tests.searched_model import Shape, Trained
@@ -98,21 +97,3 @@ def test_every_search_result_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     assert 4 < rows[0]["fits"] < searches.MOST_ROWS
     assert all(0 < row["rows"] <= row["fits"] for row in rows)
     assert rows[0]["ratio"] == 1.0
-
-
-def test_samples_of_failed_attempts_are_counted_once() -> None:
-    """A failed attempt runs samples 1 and 2, then the step is repeated with one sample at a time."""
-    passes = [(torch.tensor([[index, 0] for index in each]), None) for each in ([0], [1, 2], [0], [1], [2])]
-    kept = online_batching.last_attempt(passes)
-    assert sorted(index for ids, _ in kept for index in online_batching.indices(ids)) == [0, 1, 2]
-    assert len(kept) == 3
-
-
-def test_epoch_counts_updates_and_samples_that_were_trained_twice() -> None:
-    both, again = torch.tensor([[1, 2, 5], [2, 2, 0]]), torch.tensor([[2, 2]])
-    passes = [(both, torch.tensor([[1, 1, 1], [1, 1, 0]])), (again, torch.ones(1, 2))]
-    case = online_batching.Case("stock", online_batching.INSTRUCTIONS, samples=2)
-    epoch = online_batching.epoch_of(passes, [0, 1, 2], 1.0, {}, "", case)
-    assert epoch.samples_of_updates == [2, 1]
-    assert epoch.trained_once == 1
-    assert epoch.padding == pytest.approx(1 / 8)
