@@ -16,7 +16,7 @@ from torchtune_adaptive.null_cuda.build import NullCudaError, build
 
 __all__ = [
     "MAX_DEVICES", "NullCudaError", "build", "environment", "record_host_call", "record_lines", "set_card",
-    "set_memory", "used_convolutions", "used_flops", "used_memory",
+    "set_memory", "used_convolutions", "used_flops", "used_memory", "used_workspaces",
 ]  # fmt: skip
 
 MAX_DEVICES = 16
@@ -42,6 +42,7 @@ def environment(
     return {
         "LD_PRELOAD": _prepended("LD_PRELOAD", str(library)),
         "LD_LIBRARY_PATH": _prepended("LD_LIBRARY_PATH", str(library.parent)),
+        "PATH": _prepended("PATH", str(library.parent)),  # has the program nvidia-smi
         **{f"NULL_CUDA_{key}": str(value) for key, value in options.items() if value is not None},
     }
 
@@ -88,6 +89,11 @@ def used_memory(*, device: int = 0, pinned: bool = False, managed: bool = False)
 def used_convolutions() -> bool:
     """Return True if this process ran a convolution of cuDNN, whose workspace is not counted as memory."""
     return _counter(ctypes.c_int, "null_cuda_convolutions") > 0
+
+
+def used_workspaces() -> bool:
+    """Return True if this process asked cuFFT, cuSOLVER or cuSPARSE for the size of a workspace, and read 0."""
+    return _counter(ctypes.c_int, "null_cuda_solvers") > 0
 
 
 def used_flops() -> float:

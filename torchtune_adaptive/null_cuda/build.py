@@ -14,7 +14,8 @@ import tempfile
 from importlib.util import find_spec
 from pathlib import Path
 
-SOURCES = sorted(Path(__file__).parent.glob("*.[ch]"))
+PROGRAM = Path(__file__).with_name("nvidia_smi.c")
+SOURCES = sorted(each for each in Path(__file__).parent.glob("*.[ch]") if each != PROGRAM)
 LIBRARY = "libcuda.so.1"
 _CUDA_FUNCTIONS = re.compile(r"__cuda[A-Z]|cu[a-z]*[A-Z]|nccl[A-Z]|nvml[A-Z]|nvshmem")
 """Names of functions of CUDA and its libraries. NVRTC, a compiler, works without a GPU and has no stubs."""
@@ -63,7 +64,7 @@ def build() -> Path:
     Each build uses a folder of its own, which is then renamed. If several processes build at once, the first one wins.
     """
     torch_folder, version, cuda = _torch()
-    sources_hash = hashlib.sha256(b"".join(path.read_bytes() for path in (*SOURCES, Path(__file__))))
+    sources_hash = hashlib.sha256(b"".join(path.read_bytes() for path in (*SOURCES, PROGRAM, Path(__file__))))
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache").absolute() / "torchtune_adaptive"
     if re.search(r"[\s:]", str(cache)):  # LD_PRELOAD splits its value at these
         raise NullCudaError(
@@ -124,6 +125,7 @@ def _compile(folder: Path, torch_folder: Path, cuda: str) -> None:
         f"-Wl,-soname,{LIBRARY}", "-o", str(folder / LIBRARY), "-ldl", remedy="; set CC to a working C compiler",
     )  # fmt: skip
     (folder / "libnvidia-ml.so.1").symlink_to(LIBRARY)  # torch counts devices through NVML
+    _run(*compiler, "-w", f"-I{PROGRAM.parent}", str(PROGRAM), str(folder / LIBRARY), "-o", str(folder / "nvidia-smi"))
 
 
 def _required(nm: str, torch_folder: Path) -> set[str]:
@@ -154,7 +156,8 @@ def _stubs(names: set[str]) -> str:
             kind = "int" if re.match(r"cusolverDn[SDCZ]", name) else "size_t"
             arguments = ", ".join(f"{kind} *{'out' if at in sizes else 'a'}{at}" for at in range(max(sizes) + 1))
             outputs = ", ".join(f"*out{at} = 0" for at in sizes)
-            lines.append(f"API int {name}({arguments}) {{ return {outputs}, SUCCESS; }}")
+            used = "" if name.startswith("cudnn") else "null_cuda_solvers = 1, "
+            lines.append(f"API int {name}({arguments}) {{ return {used}{outputs}, SUCCESS; }}")
         elif re.match(_UNSUPPORTED, name):
             lines.append(f"API int {name}(void) {{ return NOT_SUPPORTED; }}")
         elif name.endswith(("String", "LastError")):

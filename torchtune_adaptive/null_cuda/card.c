@@ -34,7 +34,7 @@ API void null_cuda_read_environment(void) {
   else snprintf(c->name, sizeof c->name, "null device %d.%d", c->major, c->minor);
 }
 
-const Card *card(void) {
+API const Card *card(void) {
   static pthread_once_t once = PTHREAD_ONCE_INIT;
   pthread_once(&once, null_cuda_read_environment);
   return &the_card;

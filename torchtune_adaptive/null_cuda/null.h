@@ -16,10 +16,11 @@ typedef struct {
   char name[256];
 } Card;
 
-const Card *card(void);
+API const Card *card(void);
 int current_device(void);
 int note(int error); // stores an error for cudaGetLastError, and returns it
 void *new_handle(void);
+extern int null_cuda_solvers;
 size_t null_cuda_used(int place);
 int allocate(int place, size_t bytes, void **out);
 int release(void *memory);

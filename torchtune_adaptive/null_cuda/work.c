@@ -148,7 +148,7 @@ API size_t cudnnGetCudartVersion(void) { return CUDA; }
 API int cudnnGetProperty(int which, int *out) {
   return *out = which == 0 ? CUDNN_MAJOR : which == 1 ? CUDNN_MINOR : CUDNN_PATCH, SUCCESS;
 }
-API int null_cuda_convolutions;
+API int null_cuda_convolutions, null_cuda_solvers; // used cuDNN's convolutions; used functions with workspaces of unknown size
 API int cudnnBackendCreateDescriptor(int kind, void **out) { // kind 1 is a convolution
   null_cuda_convolutions |= kind == 1;
   return *out = new_handle(), SUCCESS;

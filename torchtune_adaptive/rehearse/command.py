@@ -21,7 +21,7 @@ from torchtune_adaptive.null_cuda import MAX_DEVICES, NullCudaError
 from torchtune_adaptive.rehearse.gpus import GPUS, Gpu, local_gpu
 from torchtune_adaptive.rehearse.real import Comparison, run_real
 from torchtune_adaptive.rehearse.remedies import try_remedies
-from torchtune_adaptive.rehearse.result import RehearsalResult
+from torchtune_adaptive.rehearse.result import MOST_INVERTED, RehearsalResult
 from torchtune_adaptive.rehearse.start import RankSettings, check_command, rehearse, rehearse_quietly
 from torchtune_adaptive.rehearse.sweep import SweepRow, as_table, compare, largest, range_in
 
@@ -133,6 +133,13 @@ def _run(options: argparse.Namespace, command: list[str], cards: list[Gpu], sett
     on_gpus, card = options.real or options.compare, cards[0]
     first = settings._replace(snapshot=options.snapshot or "")
     found = run_real(command, first) if on_gpus else rehearse(command, card, first)
+    if not on_gpus and found.fits and found.guessed_conditions:
+        found = found.or_larger(
+            {
+                place: _inverted(place, command, card, settings, found)
+                for place in found.guessed_conditions[:MOST_INVERTED]
+            }
+        )
     shown: RehearsalResult | Comparison = found
     if options.compare and found.gpu is not None:
         settings = settings._replace(rank=found.rank, ranks=found.ranks, devices=found.visible_devices)
@@ -148,6 +155,14 @@ def _run(options: argparse.Namespace, command: list[str], cards: list[Gpu], sett
         if remedies is not None:
             print(f"\n{as_table(remedies) if remedies else 'no other argument was found with which it fits'}")
     return _status(found.answer)
+
+
+def _inverted(
+    place: str, command: list[str], card: Gpu, settings: RankSettings, found: RehearsalResult
+) -> RehearsalResult:
+    """Rehearse with the other result of a guessed condition."""
+    print(f"rehearse: a guessed value decides at {place}; rehearsing the other result, too", file=sys.stderr)
+    return rehearse_quietly(settings._replace(inverted=place), command, card, found.ranks)
 
 
 def _compare(options: argparse.Namespace, command: list[str], cards: list[Gpu], settings: RankSettings) -> int:

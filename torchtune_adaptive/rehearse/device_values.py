@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import ast
 import atexit
 import ctypes
 import functools
-import linecache
-import sys
-import threading
 from collections.abc import Callable
 from enum import Enum, auto
 from functools import partial
 from itertools import product
 from operator import attrgetter
-from types import FrameType
 from typing import Any
 
 import torch
@@ -26,7 +21,8 @@ from torch.utils._device import _device_constructors
 from torch.utils._pytree import tree_leaves, tree_map
 
 from torchtune_adaptive.rehearse.fake_ranks import after_import
-from torchtune_adaptive.rehearse.result import INTEGER, MASK, ROUTING
+from torchtune_adaptive.rehearse.guesses import TORCH, GuessedFloat, Guesses, caller
+from torchtune_adaptive.rehearse.result import INTEGER, MASK, NEEDS_OTHERS, ROUTING
 
 LARGE, LARGE_TO_SEND = 2**23, 2**20
 """Tensors with at least `LARGE` elements are not computed, and those with at least `LARGE_TO_SEND` are not sent."""
@@ -48,10 +44,14 @@ _MESSAGES = (
     "recv_any_source_",
 )  # fmt: skip
 """Operations of process groups."""
+_BETWEEN_TWO = ("send", "recv_", "recv_any_source_")
 _RECEIVING = ("broadcast_", "scatter_", "recv_", "recv_any_source_")
 """Operations after which a tensor has the values of another rank."""
-_ALWAYS_TRUE = "_null_device_true"
-"""An attribute of results of `all` and `isfinite`, which are read as True."""
+_CHECK, _ALL, _GUESSED = "_null_device_check", "_null_device_all", "_null_device_guessed"
+"""Attributes of tensors: of checks for NaN and infinity, with the result of the check; of results of `all`; and of
+unknown floats on the host."""
+_CHECKS = {"isfinite": True, "isnan": False, "isinf": False}
+_NEGATIONS = ("logical_not", "__invert__")
 
 
 class Source(Enum):
@@ -70,15 +70,15 @@ class DeviceValues:
 
     Values are correct if they are integers, masks or single floats that come from the host, or integers and masks that
     are computed from these (by `_RETURN_INTEGERS`, below `LARGE`). All other values are guessed: numbers are 0, masks
-    select everything, checks for NaN are false, and `all` and assertions are true. But `all` is false in a condition
-    that ends a loop or returns from a function, so that generation runs to its limit. Indices of `topk` are spread
-    evenly, so that all experts get equally many tokens.
+    select everything, checks for NaN are false, and `all` and assertions are true. A condition that ends a loop or a
+    function gets the result with which these go on, so that generation runs to its limit. Indices of `topk` are
+    spread evenly, so that all experts get equally many tokens.
     """
 
     def __init__(self) -> None:
-        self.on_guess: Callable[[str, FrameType], int | None] = lambda what, frame: None
-        """Called if an unknown integer is read, a mask selects everything, or a router is guessed. It may return an
-        integer, which is then read instead of 0."""
+        self.guesses = GuessedFloat.guesses = Guesses()
+        self.alone = True
+        """True if the other ranks do not run."""
         self.skew = 1.0
         self._routes = False  # True after a `topk`
         self._writes = dict[int, tuple[StorageWeakRef, int | None]]()
@@ -96,7 +96,7 @@ class DeviceValues:
             operation = attrgetter(name)(torch.ops.aten)
             library.impl(name, self._with_dynamic_size(operation), "CUDA")
         self._library = library  # deleting it would remove its implementations
-        self._cpu, to_int = torch.Tensor.cpu, torch.Tensor.__int__
+        self._cpu = torch.Tensor.cpu
         for name in "cpu", "to", "cuda", "copy_", "clone", "contiguous":
             setattr(torch.Tensor, name, self._track_copy(getattr(torch.Tensor, name)))
         for name in "tensor", "as_tensor":
@@ -108,17 +108,21 @@ class DeviceValues:
         torch.Tensor.scatter_ = self._scatter_on_host_too(torch.Tensor.scatter_)  # type: ignore[method-assign]
         for name in _CREATE:
             setattr(torch, name, self._create_on_host_too(getattr(torch, name)))
-        to_list, is_finite = torch.Tensor.tolist, torch.isfinite
-        torch.Tensor.tolist = lambda tensor: to_list(tensor.cpu())  # type: ignore[method-assign,assignment]
+        torch.Tensor.item = self._guess_item(torch.Tensor.item)  # type: ignore[method-assign,assignment]
+        torch.Tensor.__bool__ = self._guess_bool(torch.Tensor.__bool__)  # type: ignore[method-assign,assignment]
+        for where, name in product((torch.Tensor, torch), _CHECKS):
+            setattr(where, name, _check(getattr(where, name)))
+        to_list, to_int = torch.Tensor.tolist, torch.Tensor.__int__
 
-        def isfinite(tensor: torch.Tensor) -> torch.Tensor:
-            result = is_finite(tensor)
-            if result.numel() == 1 and tensor.device.type == "cuda":
-                setattr(result, _ALWAYS_TRUE, True)
-            return result
+        def tolist(tensor: torch.Tensor) -> Any:
+            copied = tensor.cpu()
+            values = to_list(copied)
+            return tree_map(GuessedFloat, values) if hasattr(copied, _GUESSED) else values
+
+        torch.Tensor.tolist = tolist  # type: ignore[method-assign,assignment]
 
         def int_of_float(tensor: torch.Tensor) -> int:
-            known = tensor.is_cuda and tensor.is_floating_point() and self.on_guess(INTEGER, _caller())
+            known = tensor.is_cuda and tensor.is_floating_point() and self.guesses.integer()
             return known or to_int(tensor)
 
         def show_originals(dynamo: Any) -> None:
@@ -129,7 +133,6 @@ class DeviceValues:
 
             dynamo.populate_builtin_to_tensor_fn_map = populate  # Dynamo cannot trace the replacements
 
-        torch.isfinite = torch.Tensor.isfinite = isfinite  # type: ignore[assignment]
         torch.Tensor.__int__ = int_of_float  # type: ignore[method-assign,assignment]
         self._carry_messages()
         after_import("torch._dynamo.variables.builtin", show_originals)
@@ -151,6 +154,8 @@ class DeviceValues:
         tensors = [each for each in leaves if each and isinstance(each[0], torch.Tensor)]
         written, sent = tensors[0], tensors[-1]
         together = dist.get_backend(group) != "fake"
+        if self.alone and not together and name in _BETWEEN_TWO:
+            raise RuntimeError(f"{name.rstrip('_')} is {NEEDS_OTHERS}")
         # This condition is the same on all ranks of a group. gloo does not support averages.
         small = all(_is_small(each) for each in (*written, *sent)) and reduction != dist.ReduceOp.AVG
         known = small and all(self._source_of(each) is Source.HOST for each in sent)
@@ -194,6 +199,8 @@ class DeviceValues:
                 self._note_write(copied)
             elif from_device and not copied.is_cuda and copied.numel() < LARGE:
                 self._replace_unknown_values(copied.detach(), source)
+                if copied.is_floating_point() and self._source_of(source) is not Source.HOST:
+                    setattr(copied, _GUESSED, True)
             return copied
 
         return copy
@@ -217,6 +224,7 @@ class DeviceValues:
         @functools.wraps(function)
         def compute(*args: Any, **kwargs: Any) -> Any:
             result = function(*args, **kwargs)
+            _pass_on_marks(args, result, name)
             if not self._can_be_known(result):
                 return result
             given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
@@ -225,7 +233,7 @@ class DeviceValues:
             known = [each for each in given if not each.is_cuda or (each.numel() < LARGE and self._was_written(each))]
             if len(known) == len(given):
                 if self._routes and name in _COUNTS:
-                    self._guess(ROUTING)
+                    self.guesses.integer(ROUTING)
                 # the CPU's histc supports only floats
                 convert = partial(_on_host, as_float=name == "histc")
                 found = function(*tree_map(convert, args), **tree_map(convert, kwargs))
@@ -266,7 +274,7 @@ class DeviceValues:
             result = function(*args, **kwargs)
             if known and given:
                 if self._routes:
-                    self.on_guess(ROUTING, _caller())
+                    self.guesses.integer(ROUTING)
                 function(*tree_map(_on_host, args), **tree_map(_on_host, kwargs))  # writes into the device's memory
                 self._note_write(result)
             return result
@@ -300,7 +308,7 @@ class DeviceValues:
         elif original.dtype is not torch.uint8 and _is_plain(original):  # pickled objects travel as bytes
             is_mask = original.dtype is torch.bool and original.numel() > 1
             is_check = original.dtype is torch.bool and not is_mask  # a check for NaN
-            known = None if is_check else self._guess(MASK if is_mask else INTEGER)
+            known = None if is_check else self.guesses.integer(MASK if is_mask else INTEGER)
             if source is Source.DEVICE or known is not None:
                 copied.fill_(known or is_mask)
 
@@ -320,31 +328,51 @@ class DeviceValues:
         return self._source_of(tensor) in (Source.HOST, unchecked)
 
     def _number(self, tensor: torch.Tensor) -> Any:
-        reader = _caller()
-        if hasattr(tensor, _ALWAYS_TRUE) and self._source_of(tensor) is not Source.HOST:
-            return not _ends_loop(reader.f_code.co_filename, reader.f_lineno)
         source = self._source_of(tensor)
-        if tensor.is_floating_point() and source is not Source.HOST:
+        if source is Source.HOST or (tensor.dtype is torch.bool and self._was_written(tensor)):
+            return self._cpu(tensor).item()
+        if tensor.is_floating_point():
             # Optimizers divide by their step count, which is on the device after their state was loaded: return 1.
-            return float(reader.f_code is _get_value.__code__)
-        if tensor.dtype is torch.bool and source is not Source.HOST and not self._was_written(tensor):
-            lines = (linecache.getline(at.f_code.co_filename, at.f_lineno) for at in (reader, reader.f_back) if at)
-            return any(line.lstrip().startswith("assert") for line in lines)
-        known = self._guess(INTEGER) if source is not Source.HOST and tensor.dtype is not torch.bool else None
+            return 1.0 if caller().f_code is _get_value.__code__ else self.guesses.number()
+        if tensor.dtype is torch.bool:
+            known, is_all = getattr(tensor, _CHECK, None), hasattr(tensor, _ALL)
+            return self.guesses.condition(is_all, silent=is_all) if known is None else known
+        known = self.guesses.integer()
         if known is not None:
             return known
         return 0 if source is Source.DEVICE else self._cpu(tensor).item()
 
-    def _guess(self, what: str) -> int | None:
-        """Report a guess, except in functions that do not read sizes. Return the integer that the user knows."""
-        reader = _caller()
-        return None if reader.f_code.co_name in _HARMLESS_READERS else self.on_guess(what, reader)
+    def _guess_item(self, function: Callable[[torch.Tensor], Any]) -> Callable[[torch.Tensor], Any]:
+        """Wrap `item`: an unknown float is a `GuessedFloat`."""
+
+        @functools.wraps(function)
+        def item(tensor: torch.Tensor) -> Any:
+            if torch.compiler.is_compiling() or not tensor.is_floating_point() or tensor.numel() != 1:
+                return function(tensor)
+            unknown = self._source_of(tensor) is not Source.HOST if tensor.is_cuda else hasattr(tensor, _GUESSED)
+            if not unknown or caller().f_code.co_filename.startswith(TORCH):
+                return function(tensor)
+            value = 0.0 if _is_plain(tensor) else function(tensor)
+            return GuessedFloat(value) if type(value) is float else value
+
+        return item
+
+    def _guess_bool(self, function: Callable[[torch.Tensor], bool]) -> Callable[[torch.Tensor], bool]:
+        """Wrap `bool`: a condition on the host may depend on a number that a kernel would have computed."""
+
+        @functools.wraps(function)
+        def guess(tensor: torch.Tensor) -> bool:
+            if torch.compiler.is_compiling() or tensor.is_cuda or not hasattr(tensor, _GUESSED):
+                return function(tensor)
+            return self.guesses.condition(function(tensor))
+
+        return guess
 
     def _nonzero(self, mask: torch.Tensor) -> torch.Tensor:
         """Select all elements of an unknown mask, because this needs the most memory."""
         if self._source_of(mask) is Source.HOST:
             return _on_host(mask).nonzero().to(mask.device)  # type: ignore[no-any-return]
-        self.on_guess(MASK, _caller())
+        self.guesses.integer(MASK)
         return torch.ones(mask.shape, dtype=torch.bool).nonzero().to(mask.device)
 
     def _masked_select(self, tensor: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
@@ -361,7 +389,7 @@ class DeviceValues:
             if not known and (size := kwargs.get("output_size")) is not None:  # of repeat_interleave
                 return torch.empty(size, dtype=tensor.dtype, device=tensor.device)
             values = tensor.cpu()
-            distinct = None if known else self.on_guess(INTEGER, _caller())
+            distinct = None if known else self.guesses.integer()
             if distinct and operation is not torch.ops.aten.repeat_interleave.Tensor:
                 values = torch.arange(tensor.numel()).clamp(max=distinct - 1).to(tensor.dtype).view(tensor.shape)
             return tree_map(lambda each: each.to(tensor.device), operation(values, *args, **kwargs))
@@ -397,36 +425,32 @@ def _version(tensor: torch.Tensor) -> int | None:
     return None if tensor.is_inference() else tensor._version
 
 
-def _caller() -> FrameType:
-    """Return the innermost frame outside this module. If a thread of autograd lacks it, return the main thread's."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame and frame.f_code.co_filename == __file__:
-        frame = frame.f_back
-    return frame or sys._current_frames()[threading.main_thread().ident or 0]
-
-
 def _all(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a result that is read as True, for checks such as `isfinite(x).all()`."""
+    """Return an unknown result that is marked as one of `all`."""
     result = tensor.new_empty((), dtype=torch.bool)
-    setattr(result, _ALWAYS_TRUE, True)
+    setattr(result, _ALL, True)
     return result
 
 
-_HARMLESS_READERS = {"fused_linear_cross_entropy_forward", "load_balancing_loss_func", "nested_numpify"}
-_HARMLESS_READERS |= {"__format__", "add_node_replacement", "has_overflow"}
-"""Functions that read values, but not as sizes: for divisors, losses, metrics, texts, and constants of Inductor."""
+def _check(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Wrap a check for NaN or infinity: its result is marked as one of finite numbers."""
+
+    @functools.wraps(function)
+    def check(tensor: torch.Tensor) -> torch.Tensor:
+        result = function(tensor)
+        if not torch.compiler.is_compiling() and tensor.is_cuda:
+            setattr(result, _CHECK, _CHECKS[function.__name__])
+        return result
+
+    return check
 
 
-@functools.lru_cache
-def _conditions(file: str) -> list[ast.If | ast.While]:
-    try:
-        parsed = ast.walk(ast.parse("".join(linecache.getlines(file))))
-    except (SyntaxError, ValueError):
-        return []
-    return [node for node in parsed if isinstance(node, ast.If | ast.While)]
-
-
-def _ends_loop(file: str, line: int) -> bool:
-    """Return True if a condition on this line can end a loop or a function."""
-    at = next((each for each in _conditions(file) if each.test.lineno <= line <= (each.test.end_lineno or 0)), None)
-    return isinstance(at, ast.While) or (at is not None and any(isinstance(x, ast.Break | ast.Return) for x in at.body))
+def _pass_on_marks(given: tuple[Any, ...], result: Any, function: str) -> None:
+    """Mark the result of a function of checks, such as `any`, as a check, and that of unknown floats as unknown."""
+    if torch.compiler.is_compiling() or not isinstance(result, torch.Tensor):
+        return
+    if not result.is_cuda and any(hasattr(each, _GUESSED) for each in given):
+        setattr(result, _GUESSED, True)
+    checks = [known for each in given if (known := getattr(each, _CHECK, None)) is not None]
+    if checks and (result.dtype is torch.bool or function == "sum"):
+        setattr(result, _CHECK, checks[0] != (function in _NEGATIONS))

@@ -6,6 +6,7 @@ import json
 import re
 import signal
 from collections import defaultdict
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
@@ -23,14 +24,17 @@ GIB = 2**30
 SHOWN_STEPS, SHOWN_PLACES = 20, 3
 DIFFERENT_ABOVE = 1.02
 """Steps have different peaks if one allocates more than this multiple of another."""
-INTEGER, MASK, ROUTING, FIXED = "integer", "mask", "routing", "fixed"
-"""Kinds of values on which a tensor size may depend: guessed, or fixed by the user."""
+INTEGER, MASK, ROUTING, BRANCH, FIXED = "integer", "mask", "routing", "branch", "fixed"
+"""Kinds of values on which memory may depend: guessed, or fixed by the user."""
+MOST_INVERTED = 3
+"""Guessed conditions of which both results are rehearsed."""
 _GUESSED = {
     INTEGER: "an integer that a kernel would have computed was read as 0 at {places}: if a length or a number of rows "
     "depends on it, training needs more memory (to read N there: --fixed FILE:LINE=N)",
     MASK: "a mask that a kernel would have computed selected every element at {places}: training needs less memory",
     ROUTING: "tokens were spread evenly over the experts that are counted at {places}: a rank whose experts get more "
     "tokens needs more memory (try --skew 2)",
+    BRANCH: "a condition on a value that a kernel would have computed was guessed at {places}",
     FIXED: "an integer that a kernel would have computed was read as the number of --fixed at {places}",
 }
 _HINTS = {
@@ -42,7 +46,7 @@ _HINTS = {
 }
 """Explanations of a script's errors in a rehearsal, by pattern."""
 NEEDS_OTHERS = "not supported with a fake process group"
-"""Part of the error of torch's pipelines on a rank that runs alone."""
+"""Part of the error of a rank that runs alone, but exchanges messages with another: torch's pipelines have it, too."""
 
 
 class Outcome(Enum):
@@ -58,6 +62,8 @@ class Outcome(Enum):
     UNREPORTED_OOM = auto()
     """The script ended with success, but completed no step after an out-of-memory error."""
     SECOND_STEP_TOO_LARGE = auto()
+    IDLE_OPTIMIZER = auto()
+    """The rehearsal was stopped before an optimizer took its first step."""
     UNUSED = auto()
     """The script allocated no memory of a GPU."""
 
@@ -100,6 +106,10 @@ class RehearsalResult:
     """Results of a recipe's searches: stage, result."""
     message: str = ""
     """The error message of a recipe."""
+    inverted: str = ""
+    """The place of a guessed condition that had its other result."""
+    tried: list[dict[str, Any]] = field(default_factory=list)
+    """The other rehearsals of the script, with other results of guessed conditions: place, verdict."""
 
     @classmethod
     def read(cls, path: Path, **about: Any) -> RehearsalResult:
@@ -173,6 +183,7 @@ class RehearsalResult:
             Outcome.FAILED: self.status > 0,
             Outcome.UNREPORTED_OOM: error is not None and not error["in_search"],  # a search causes them on purpose
             Outcome.SECOND_STEP_TOO_LARGE: self.second_step_bytes > self.usable_bytes,
+            Outcome.IDLE_OPTIMIZER: bool(self.end.get("idle") and self.end.get("stopped")),
             Outcome.UNUSED: not any(each["reserved_bytes"] for each in self.all_peaks),
         }
         return next((outcome for outcome, applies in conditions.items() if applies), Outcome.FITS)
@@ -186,6 +197,22 @@ class RehearsalResult:
     def answer(self) -> bool | None:
         """True if the script fits, False if it ran out of memory, None if there is no answer."""
         return {Outcome.FITS: True, Outcome.OUT_OF_MEMORY: False}.get(self.outcome)
+
+    @property
+    def guessed_conditions(self) -> list[str]:
+        """The places of guessed conditions in the script, without those in libraries."""
+        branches = [each for each in self.guesses if each["what"] == BRANCH]
+        own = (each for each in branches if not re.search(r"/(site|dist)-packages/|/lib/python", each["file"]))
+        return [f"{each['file']}:{each['line']}" for each in own]
+
+    def or_larger(self, others: Mapping[str, RehearsalResult]) -> RehearsalResult:
+        """Return the result with the highest peak: this one, or one in which the condition at a place was inverted."""
+        results = {"": self, **others}
+        answered = {place: each for place, each in results.items() if each.answer is not None}
+        worst = max(answered, key=lambda at: (not answered[at].answer, answered[at].run_peaks["reserved_bytes"]))
+        short = {place: each.verdict().partition("; ")[0] for place, each in results.items() if place != worst}
+        tried = [{"place": place, "verdict": verdict} for place, verdict in short.items()]
+        return replace(answered[worst], inverted=worst, tried=tried)
 
     @property
     def second_step_bytes(self) -> int:
@@ -216,7 +243,8 @@ class RehearsalResult:
         step = len(self.steps) + 1
         match self.outcome:
             case Outcome.FITS:
-                why = f"fits: {self._most_reserved}{self._remarks}"
+                scope = f" in the first {count_of(len(self.steps), 'step')}" * bool(self.end.get("stopped"))
+                why = f"fits{scope}: {self._most_reserved}{self._remarks}"
             case Outcome.OUT_OF_MEMORY:
                 why = f"does not fit: {self._out_of_memory_text}"
             case Outcome.INTERRUPTED:
@@ -243,6 +271,9 @@ class RehearsalResult:
             case Outcome.SECOND_STEP_TOO_LARGE:
                 needs = f"{_gib(self.second_step_bytes)} of {_gib(self.usable_bytes)} GiB allocated"
                 why = f"the only step fits, but another would need about {needs}: rehearse two steps"
+            case Outcome.IDLE_OPTIMIZER:
+                after = count_of(len(self.steps), "step")
+                why = f"an optimizer took no step in {after}, so its state and its gradients are missing: raise --steps"
             case Outcome.UNUSED:
                 what = "trained" if self.steps else "took no optimizer step"
                 why = f"the script {what}, but its process allocated no GPU memory"
@@ -251,7 +282,11 @@ class RehearsalResult:
     @property
     def _guessed(self) -> str:
         places = ", ".join(self._places(what) for what in (INTEGER, MASK, ROUTING) if self._places(what))
-        return f"; sizes may depend on a guessed value at {places} (see below)" if places else ""
+        sizes = f"; sizes may depend on a guessed value at {places} (see below)" if places else ""
+        inverted = f"; with the other result of the guessed condition at {self.inverted}" if self.inverted else ""
+        known = {self.inverted, *(each["place"] for each in self.tried)}
+        open_ones = len({*self.guessed_conditions} - known)
+        return f"{sizes}{inverted}" + f"; {count_of(open_ones, 'guessed condition')} (see below)" * bool(open_ones)
 
     @property
     def _out_of_memory_text(self) -> str:
@@ -286,10 +321,12 @@ class RehearsalResult:
             "; the cache was flushed": not self.steps and self.end["flushes"],
             "; no optimizer took a step": not self.steps,
             f"; the cache is flushed in {flushing} of {steps}": flushing,
-            f"; the cache is never flushed ({steps})": self.steps and not flushing,
+            f"; the cache is never flushed ({steps})": self.steps and not flushing and not self.end.get("stopped"),
+            "; the cache is never flushed": self.steps and not flushing and self.end.get("stopped"),
             f"; the script recovered from {errors}": self.steps and self.caught,
             self._guessed: True,
-            "; an optimizer took no step (see below)": self.steps and self.end.get("idle"),
+            "; not all memory is counted (see below)": any("more memory" in each for each in self.end["notes"]),
+            "; an optimizer took no step": self.steps and self.end.get("idle"),
             "; later steps may need more (see below)": self.peaks_differ,
             f"; a second step would need about {_size(second)} allocated": second,
         }
@@ -394,7 +431,8 @@ class RehearsalResult:
             f"memory, {_size(self.overhead_bytes)} are for the CUDA context, NCCL and libraries {use}",
             *["kernels did not run: every loss is 0, and branches on values may differ in training"] * (not self.real),
             *[note.format(places=places) for what, note in _GUESSED.items() if (places := self._places(what))],
-            *[f"stopped after {count_of(len(self.steps), 'step')}"] * bool(self.end.get("stopped")),
+            *(f"with {_result_text(each['place'])}: {each['verdict']}" for each in self.tried),
+            *["later steps may need more memory: --steps 0 runs to the end"] * bool(self.end.get("stopped")),
             *self.end.get("notes", ()),
         ]
 
@@ -416,7 +454,7 @@ class RehearsalResult:
         """Return the result for JSON."""
         same = (
             "rank", "ranks", "usable_bytes", "overhead_bytes", "real", "rank_peaks", "out_of_memory", "caught",
-            "guesses",
+            "guesses", "inverted", "tried",
         )  # fmt: skip
         return {
             "fits": self.answer,
@@ -428,6 +466,10 @@ class RehearsalResult:
             "after_last_step": self.end,
             "script_status": self.status,
         }
+
+
+def _result_text(place: str) -> str:
+    return f"the other result of the condition at {place}" if place else "the guessed results of all conditions"
 
 
 def _search_lines(stage: str, result: dict[str, Any]) -> list[str]:

@@ -68,7 +68,8 @@ def main(folder: str, settings_json: str, *command: str) -> NoReturn:
         return rank, running
 
     fake_ranks, values, recorder.notes = replace_functions()
-    values.on_guess, values.skew = recorder.guessed, settings.skew
+    values.guesses.on_guess, values.skew = recorder.guessed, settings.skew
+    values.alone = settings.together is None
     fake_ranks.begin(settings.rank, settings.ranks, start_ranks, Path(folder, "store"))
     _run_recorded(recorder, command)
 
@@ -81,6 +82,7 @@ def replace_functions() -> tuple[FakeRanks, DeviceValues, set[str]]:
     _skip_autotuning()
     _skip_writes_on_host()
     _run_recurrent_layers_without_cudnn(notes)
+    _note_streams(notes)
     after_import("transformers.modeling_utils", _build_models_without_weights)
     values.install()
     return fake_ranks, values, notes
@@ -202,6 +204,17 @@ def _run_recurrent_layers_without_cudnn(notes: set[str]) -> None:
                 return layer_forward(*args, **kwargs)
 
         layer.forward = forward  # type: ignore[method-assign]
+
+
+def _note_streams(notes: set[str]) -> None:
+    record_stream = torch.Tensor.record_stream
+
+    @functools.wraps(record_stream)
+    def noted(tensor: torch.Tensor, stream: Any) -> None:
+        notes.add("record_stream: streams finish their work at once here, so training needs more memory while they run")
+        record_stream(tensor, stream)
+
+    torch.Tensor.record_stream = noted  # type: ignore[method-assign,assignment]
 
 
 def _skip_autotuning() -> None:

@@ -123,6 +123,8 @@ class RankSettings(NamedTuple):
     """How many times the average number of tokens a router sends to the experts that it uses."""
     fixed: Mapping[str, int] = {}
     """Integers that are read at `file:line` instead of 0."""
+    inverted: str = ""
+    """The place (`file:line`) of a guessed condition that gets the other result."""
 
     def running(self, ranks: int) -> Sequence[int]:
         """Return the ranks that run, if there are this many in total."""
@@ -159,9 +161,9 @@ def rehearse(
 ) -> RehearsalResult:
     """Run a command as one rank of many on null devices, and return the result.
 
-    If the rank cannot run without the others, as in a pipeline, rehearse all of them together. The output of the
-    command is copied to `output`, by default standard error. Raises CannotRehearse, or a NullCudaError if a null device
-    cannot be built.
+    If the rank cannot run without the others, as in a pipeline, rehearse them together: all ranks or, if there are too
+    many, those of the process group that needs them. The output of the command is copied to `output`, by default
+    standard error. Raises CannotRehearse, or a NullCudaError if a null device cannot be built.
     """
     settings = settings._replace(memory=gpu.memory)
     likely = settings.ranks or likely_ranks(command, settings.rank)
@@ -172,8 +174,10 @@ def rehearse(
         ending = execute(folder, settings, command, environ, output)
         found = RehearsalResult.read_ranks(Path(folder), **memory, gpu=gpu, **ending)
     if settings.together is None and NEEDS_OTHERS in str(found.end.get("error")):
-        print("rehearse: the ranks of a pipeline differ, so all of them are rehearsed", file=sys.stderr)
-        return rehearse(command, gpu, settings._replace(together=[]), output)
+        needed = list(found.end["needs_ranks"]) if found.ranks > MOST_RANKS else []
+        which = f"ranks {', '.join(map(str, needed))}" if needed else "all ranks"
+        print(f"rehearse: ranks send messages to each other, so {which} are rehearsed", file=sys.stderr)
+        return rehearse(command, gpu, settings._replace(together=needed), output)
     return found
 
 

@@ -12,6 +12,7 @@ import os
 import re
 import sys
 import threading
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
@@ -24,14 +25,15 @@ from typing import Any, NoReturn
 from weakref import WeakSet
 
 import torch
+import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdRef
 
-from torchtune_adaptive.null_cuda import used_convolutions, used_flops, used_memory
+from torchtune_adaptive.null_cuda import used_convolutions, used_flops, used_memory, used_workspaces
 from torchtune_adaptive.rehearsal_flag import REHEARSAL
 from torchtune_adaptive.rehearse.fake_ranks import after_import
 from torchtune_adaptive.rehearse.memory_history import UPDATE, MemoryHistory, memory_by_holder
-from torchtune_adaptive.rehearse.result import FIXED, INTEGER
+from torchtune_adaptive.rehearse.result import BRANCH, FIXED, INTEGER, NEEDS_OTHERS
 from torchtune_adaptive.rehearse.start import CannotRehearse, RankSettings
 from torchtune_adaptive.rehearse.step_trace import RECORDER
 
@@ -70,6 +72,7 @@ class StepRecorder:
         """Notes for the end of the report."""
         self._searching = False
         self._guesses, self._fixed = set[tuple[str, str, int]](), settings.fixed
+        self._inverted = settings.inverted
         self._optimizers = WeakSet[torch.optim.Optimizer]()
         self._have_stepped = set[WeakIdRef]()
         self._traced: int | None = 0 if settings.real else None
@@ -134,15 +137,16 @@ class StepRecorder:
         message = _message(error)
         idle = message is None and any(getattr(parameter(), "is_cuda", False) for parameter in self._idle())
         conditions = {
-            "cuDNN's workspaces for convolutions are not counted; if memory is short, torch selects an algorithm with "
+            "cuDNN's workspaces for convolutions are not counted. If memory is short, torch selects an algorithm with "
             "a smaller workspace": used_convolutions(),
-            "an optimizer took no step, so its state and its gradients may not be counted: raise --steps": idle,
+            "workspaces of cuFFT, cuSOLVER and cuSPARSE are not counted, so training needs more memory": used_workspaces(),
             "managed memory (a paged optimizer's state) is counted as host memory": not self.real
             and used_memory(managed=True),
         }
         self.notes |= {note for note, applies in conditions.items() if applies}
         facts = {
             "error": message,
+            "needs_ranks": _ranks_needed(error),
             "by_memory": _is_out_of_memory(error),
             "idle": idle,
             "stopped": stopped,
@@ -282,7 +286,7 @@ class StepRecorder:
     def guessed(self, what: str, frame: FrameType) -> int | None:
         """Record a place where the script reads a guessed value: once, and not if torch reads it to print a tensor.
 
-        Return the integer that `--fixed` states for this place, if there is one.
+        Return the integer that `--fixed` states for this place, if there is one, or 1 if this condition is inverted.
         """
         file, line = innermost(frame)
         fixed = self._fixed.get(f"{file}:{line}") if what == INTEGER else None
@@ -290,7 +294,7 @@ class StepRecorder:
         if (what, file, line) not in self._guesses and frame.f_code.co_filename != torch._tensor_str.__file__:
             self._guesses.add((what, file, line))
             self.write("guess", {"what": what, "file": file, "line": line})
-        return fixed
+        return 1 if what == BRANCH and self._inverted == f"{file}:{line}" else fixed
 
     def write(self, kind: str, figures: Mapping[str, Any]) -> None:
         """Write a line, except in processes that the script forked."""
@@ -355,6 +359,15 @@ def _message(error: BaseException | None) -> str | None:
         return None
     line = f"{type(error).__name__}: {error}".splitlines()[0]
     return re.split(r"\. GPU \d+ has", line)[0]  # torch's out-of-memory errors are long
+
+
+def _ranks_needed(error: BaseException | None) -> list[int]:
+    """Return the ranks of the process group in which this rank cannot run alone."""
+    if NEEDS_OTHERS not in str(error):
+        return []
+    frames = traceback.walk_tb(error.__traceback__ if error else None)
+    groups = [value for at, _ in frames for value in at.f_locals.values() if isinstance(value, dist.ProcessGroup)]
+    return dist.get_process_group_ranks(groups[-1]) if groups else []
 
 
 def _is_out_of_memory(error: BaseException | None) -> bool:

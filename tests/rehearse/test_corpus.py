@@ -1,0 +1,183 @@
+"""No rehearsal predicts too little memory without a warning: scripts whose memory depends on computed values."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.null.processes import skip_without_null_device
+from tests.rehearse.conftest import Rehearse
+
+CORPUS = Path(__file__).parent / "corpus"
+SCRIPTS = sorted(path.stem for path in CORPUS.glob("*.py") if path.stem != "common")
+FAST = {"layer_drop", "size_from_a_float"}
+IN_LATER_STEPS = {"longer_rows_later", "evaluation_later", "unfrozen_later", "replay_buffer"}
+
+
+def rehearse_script(name: str, *options: str, **variables: str) -> dict[str, Any]:
+    command = [str(Path(sys.executable).with_name("tune-adaptive")), "rehearse", "--format", "json", *options]
+    answer = subprocess.run(
+        [*command, "--", str(CORPUS / f"{name}.py")], env={**os.environ, "OMP_NUM_THREADS": "1", **variables},
+        capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    found: dict[str, Any] = json.loads(answer.stdout)
+    assert found["fits"], answer.stderr
+    return found
+
+
+def peak_of(found: dict[str, Any]) -> int:
+    return max(each["allocated_bytes"] for each in (*found["steps"], found["after_last_step"]))
+
+
+def marked_lines(name: str) -> set[int]:
+    """Return the lines that read a value of the GPU on which memory depends."""
+    lines = (CORPUS / f"{name}.py").read_text().splitlines()
+    return {number for number, line in enumerate(lines, 1) if line.endswith("# here")}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(each, marks=[pytest.mark.smoke] * (each in FAST)) for each in SCRIPTS if each not in IN_LATER_STEPS],
+)
+def test_too_low_a_peak_has_a_warning_with_its_line(name: str) -> None:
+    skip_without_null_device()
+    exact, found = peak_of(rehearse_script(name, KNOWN="1")), rehearse_script(name)
+    warned = {each["line"] for each in found["guesses"]}
+    if peak_of(found) < 0.98 * exact:
+        assert marked_lines(name) & warned
+        assert "guess" in found["verdict"]
+    else:  # the largest outcome was rehearsed
+        assert found["inverted"] or peak_of(found) >= exact or marked_lines(name) & warned
+
+
+@pytest.mark.parametrize("name", sorted(IN_LATER_STEPS))
+def test_verdict_says_how_many_steps_it_covers(name: str) -> None:
+    skip_without_null_device()
+    found, whole = rehearse_script(name), rehearse_script(name, "--steps", "0")
+    assert peak_of(whole) > 1.02 * peak_of(found)
+    assert found["verdict"].startswith("fits in the first 10 steps: ")
+    assert whole["verdict"].startswith("fits: ")
+
+
+PRELUDE = """
+    import torch
+
+    layer = torch.nn.Linear(256, 256, device="cuda")
+    sparse = torch.eye(256).to_sparse().cuda()
+    optimizer = torch.optim.SGD(layer.parameters())
+    for step in range(2):
+        x = layer(torch.randn(64, 256, device="cuda"))
+"""
+UPDATE = """
+        x.sum().backward()
+        optimizer.step()
+"""
+
+
+@pytest.mark.parametrize(
+    ("line", "warning"),
+    [
+        ("x = torch.fft.fft(x).real", "workspaces of cuFFT, cuSOLVER and cuSPARSE"),
+        ("torch.linalg.eigh(x.detach().T @ x.detach())", "workspaces of cuFFT, cuSOLVER and cuSPARSE"),
+        ("sparse @ x.T.detach()", "workspaces of cuFFT, cuSOLVER and cuSPARSE"),
+        ("x.record_stream(torch.cuda.Stream())", "record_stream"),
+    ],
+)
+def test_memory_that_is_not_counted_has_a_warning(line: str, warning: str, rehearse: Rehearse) -> None:
+    answer = rehearse(f"{PRELUDE}        {line}{UPDATE}")
+    assert answer.status == 0, answer.printed
+    assert "; not all memory is counted (see below)" in answer.found["verdict"]
+    assert any(warning in note for note in answer.found["after_last_step"]["notes"])
+
+
+FINITE = """
+        if torch.isnan(x).any() or not torch.isfinite(x).all() or torch.isinf(x).sum() > 0:
+            raise SystemExit("not finite")
+        with torch.amp.autocast("cuda", dtype=torch.float16):
+            loss = layer(x).sum()
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        torch.nn.utils.clip_grad_norm_(layer.parameters(), 1.0, error_if_nonfinite=True)
+        scaler.step(optimizer)
+        scaler.update()
+        plateau.step(loss)
+        print(f"loss {loss.item():.3f}, mean {sum([loss.item()]) / 1:.2f}, at most {max(0.0, loss.item())}")
+        optimizer.zero_grad()
+"""
+
+
+def test_checks_and_logs_have_no_warning(rehearse: Rehearse) -> None:
+    setup = """
+    scaler = torch.amp.GradScaler("cuda")
+    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+"""
+    answer = rehearse(PRELUDE.replace("    for step", f"{setup}    for step") + FINITE)
+    assert answer.status == 0, answer.printed
+    assert answer.found["guesses"] == []
+
+
+@pytest.mark.parametrize("steps", ["2", "0"])
+def test_optimizer_that_has_not_stepped_yet_gives_no_answer(rehearse: Rehearse, steps: str) -> None:
+    script = """
+    import torch
+
+    first, second = (torch.nn.Linear(256, 256, device="cuda") for _ in range(2))
+    optimizers = [torch.optim.AdamW(each.parameters()) for each in (first, second)]
+    for step in range(4):
+        x = second(first(torch.randn(64, 256, device="cuda")))
+        x.sum().backward()
+        optimizers[0].step()
+    """
+    answer = rehearse(script, "--steps", steps)
+    assert (answer.status, answer.found["fits"]) == ((2, None) if steps == "2" else (0, True)), answer.printed
+
+
+def test_nvidia_smi_reports_the_memory_of_the_card(rehearse: Rehearse) -> None:
+    script = """
+    import subprocess, torch
+
+    query = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    sizes = [int(each) for each in subprocess.check_output(query, text=True).split()]
+    assert sizes == [torch.cuda.get_device_properties(0).total_memory >> 20] * 2, sizes
+    torch.empty(2**20, device="cuda")
+    """
+    answer = rehearse(script, "--devices", "2")
+    assert answer.status == 0, answer.printed
+
+
+HAND_MADE_PIPELINE = """
+    import torch
+    import torch.distributed as dist
+
+    dist.init_process_group("nccl")
+    rank = dist.get_rank()
+    torch.cuda.set_device(rank)
+    layer = torch.nn.Linear(1024, 1024 * (1 + 3 * rank), device="cuda")
+    optimizer = torch.optim.SGD(layer.parameters())
+    for step in range(2):
+        x = torch.empty(512, 1024, device="cuda")
+        if rank:
+            dist.recv(x, rank - 1)
+        out = layer(x)
+        if rank + 1 < dist.get_world_size():
+            dist.send(out.detach(), rank + 1)
+        out.sum().backward()
+        optimizer.step()
+"""
+
+
+def test_ranks_that_send_messages_are_rehearsed_together(rehearse: Rehearse) -> None:
+    answer = rehearse(HAND_MADE_PIPELINE, "--ranks", "2")
+    assert answer.status == 0, answer.printed
+    assert answer.found["rank"] == 1
+    assert len(answer.found["rank_peaks"]) == 2
+
+
+def test_messages_between_too_many_ranks_give_no_answer(rehearse: Rehearse) -> None:
+    answer = rehearse(HAND_MADE_PIPELINE, "--ranks", "32", json_format=False)
+    assert answer.status == 2
+    assert "--together" in answer.printed

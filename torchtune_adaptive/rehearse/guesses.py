@@ -1,0 +1,161 @@
+"""Guess the numbers and conditions that a kernel would have computed, and report where a script depends on them."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import linecache
+import sys
+import threading
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any, ClassVar
+
+import torch
+
+from torchtune_adaptive.rehearse.result import BRANCH, INTEGER
+
+_HERE, TORCH = str(Path(__file__).parent), str(Path(torch.__file__).parent)
+MOST_ITERATIONS = 4096
+"""A loop on a guessed condition ends after this many iterations."""
+LARGE_NUMBER = 1e9
+"""A number that is read in an inverted condition, instead of 0."""
+HARMLESS_READERS = {
+    "fused_linear_cross_entropy_forward", "load_balancing_loss_func", "nested_numpify", "__format__",
+    "add_node_replacement", "has_overflow",
+}  # fmt: skip
+"""Functions that read values, but not as sizes: for divisors, losses, metrics, texts, and constants of Inductor."""
+
+
+class Guesses:
+    """Reports guesses, and decides conditions on unknown values so that loops go on and functions do not return."""
+
+    def __init__(self) -> None:
+        self.on_guess: Callable[[str, FrameType], int | None] = lambda what, frame: None
+        """Called with a kind of guess and the frame that reads it. It may return the integer to read, or for a
+        condition, a number to invert it."""
+        self._iterations = Counter[tuple[str, int]]()
+
+    def integer(self, what: str = INTEGER) -> int | None:
+        """Report a guess, except in functions that do not read sizes. Return the integer that the user knows."""
+        reader = caller()
+        return None if reader.f_code.co_name in HARMLESS_READERS else self.on_guess(what, reader)
+
+    def condition(self, guess: bool, *, silent: bool = False) -> bool:
+        """Return the result of a condition on an unknown value.
+
+        It is `guess`, unless the condition ends a loop, an iteration or a function: then it is the result with which
+        these go on. `silent` leaves out the report of a condition that ends one.
+        """
+        reader = caller()
+        place = reader.f_code.co_filename, reader.f_lineno
+        if place[0].startswith(TORCH) or reader.f_code.co_name in HARMLESS_READERS:
+            return guess
+        if any(line.lstrip().startswith("assert") for line in map(_line, (reader, reader.f_back))):
+            return True
+        if (continues := _result_that_continues(*place)) is not None:
+            self._iterations[place] += 1
+            guess = continues if self._iterations[place] <= MOST_ITERATIONS else not continues
+            if silent:
+                return guess
+        inverted = self.on_guess(BRANCH, reader)
+        return not guess if inverted and self._iterations[place] <= MOST_ITERATIONS else guess
+
+    def number(self) -> float:
+        """Return an unknown number that a script converts to a plain float: 0, or a large one if this is inverted."""
+        reader = caller()
+        decides = _condition_at(reader.f_code.co_filename, reader.f_lineno)
+        decides = None if reader.f_code.co_filename.startswith(TORCH) else decides
+        return LARGE_NUMBER if decides and self.on_guess(BRANCH, reader) else 0.0
+
+
+class GuessedFloat(float):
+    """A number that a kernel would have computed. Its comparisons and its conversions to integers are reported."""
+
+    guesses: ClassVar[Guesses]
+
+    def __reduce__(self) -> Any:
+        return float, (float(self),)
+
+    def __bool__(self) -> bool:
+        return self.guesses.condition(float.__bool__(self))
+
+    def __round__(self, digits: int | None = None) -> Any:  # type: ignore[override]
+        return _integer(self, float.__round__) if digits is None else GuessedFloat(float.__round__(self, digits))
+
+    __hash__ = float.__hash__
+
+
+def _integer(number: GuessedFloat, convert: Callable[[float], int]) -> int:
+    return number.guesses.integer() or convert(number)
+
+
+def _calculating(name: str) -> Callable[..., Any]:
+    calculate = getattr(float, name)
+
+    def guess(*numbers: Any) -> Any:
+        result = calculate(*numbers)
+        return GuessedFloat(result) if type(result) is float else result
+
+    return guess
+
+
+def _comparing(name: str) -> Callable[[GuessedFloat, object], Any]:
+    compare = getattr(float, name)
+
+    def guess(number: GuessedFloat, other: object) -> Any:
+        result = compare(number, other)
+        place = sys._getframe(1)
+        selects = any(f"{each}(" in _line(place) for each in ("min", "max", "sorted"))
+        chosen = selects and _condition_at(place.f_code.co_filename, place.f_lineno) is None
+        return result if result is NotImplemented or chosen else number.guesses.condition(result)
+
+    return guess
+
+
+for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow"):
+    for _each in f"__{_name}__", f"__r{_name}__":
+        setattr(GuessedFloat, _each, _calculating(_each))
+for _each in "__neg__", "__pos__", "__abs__":
+    setattr(GuessedFloat, _each, _calculating(_each))
+for _each in "__lt__", "__le__", "__gt__", "__ge__", "__eq__", "__ne__":
+    setattr(GuessedFloat, _each, _comparing(_each))
+for _each in "__int__", "__trunc__", "__ceil__", "__floor__":
+    setattr(GuessedFloat, _each, functools.partialmethod(_integer, getattr(float, _each)))
+
+
+def caller() -> FrameType:
+    """Return the innermost frame outside this folder. If a thread of autograd lacks it, return the main thread's."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame and frame.f_code.co_filename.startswith(_HERE):
+        frame = frame.f_back
+    return frame or sys._current_frames()[threading.main_thread().ident or 0]
+
+
+def _line(frame: FrameType | None) -> str:
+    return linecache.getline(frame.f_code.co_filename, frame.f_lineno) if frame else ""
+
+
+@functools.lru_cache
+def _conditions(file: str) -> list[ast.If | ast.While | ast.IfExp]:
+    try:
+        parsed = ast.walk(ast.parse("".join(linecache.getlines(file))))
+    except (SyntaxError, ValueError):
+        return []
+    return [node for node in parsed if isinstance(node, ast.If | ast.While | ast.IfExp)]
+
+
+def _condition_at(file: str, line: int) -> ast.If | ast.While | ast.IfExp | None:
+    return next((each for each in _conditions(file) if each.test.lineno <= line <= (each.test.end_lineno or 0)), None)
+
+
+def _result_that_continues(file: str, line: int) -> bool | None:
+    """Return the result with which a loop or a function goes on; None if the condition on this line ends neither."""
+    at = _condition_at(file, line)
+    ends = isinstance(at, ast.If) and any(isinstance(each, ast.Break | ast.Continue | ast.Return) for each in at.body)
+    if at is None or not (ends or isinstance(at, ast.While)):
+        return None
+    nots = (each for each in ast.walk(at.test) if isinstance(each, ast.UnaryOp) and isinstance(each.op, ast.Not))
+    return isinstance(at, ast.While) != any(nots)
