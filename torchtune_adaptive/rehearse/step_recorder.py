@@ -139,7 +139,7 @@ class StepRecorder:
         conditions = {
             "cuDNN's workspaces for convolutions are not counted. If memory is short, torch selects an algorithm with "
             "a smaller workspace": used_convolutions(),
-            "workspaces of cuFFT, cuSOLVER and cuSPARSE are not counted, so training needs more memory": used_workspaces(),
+            "workspaces of cuFFT, cuSOLVER and cuSPARSE are not counted: training needs more memory": used_workspaces(),
             "managed memory (a paged optimizer's state) is counted as host memory": not self.real
             and used_memory(managed=True),
         }
