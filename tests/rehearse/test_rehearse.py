@@ -474,7 +474,6 @@ def test_script_that_exits_after_a_caught_oom_has_no_verdict(rehearse: Rehearse)
         ),
         ({}, ("--ranks", "0"), "argument --ranks: 0 is not a number from 1"),
         ({}, ("--steps", "-1"), "argument --steps: -1 is not a number from 0"),
-        ({}, ("--gpu", "h100", "--price", "h100=nan"), "h100=nan is not a name and a price, as in h100=2.49"),
         ({}, ("--devices", "17"), "argument --devices: invalid choice: 17"),
         ({}, ("--fixed", "12=512"), "argument --fixed: 12=512 is not a line and a number, as in train.py:12=512"),
         ({}, ("--", "deepspeed", "--num_gpus", "8", "train.py"), "cannot be followed: rehearse train.py "),
@@ -928,8 +927,7 @@ def test_idle_optimizer_is_reported(rehearse: Rehearse) -> None:
         late = torch.optim.AdamW(torch.nn.Linear(1024, 1024, device="cuda").parameters())
     """
     text = rehearse(dedent(script) + dedent(ONE_STEP), json_format=False).found
-    assert text.splitlines()[0].endswith("; an optimizer took no step (see below)")
-    assert "an optimizer took no step, so its state and its gradients may not be counted: raise --steps" in text
+    assert text.splitlines()[0].endswith("; an optimizer took no step")
 
 
 def test_lbfgs_gives_no_prediction_but_a_remedy(rehearse: Rehearse) -> None:
@@ -1120,41 +1118,16 @@ def test_example_has_the_result_shown_on_its_page(rehearse: Rehearse) -> None:
         assert answer.found.splitlines()[0] in page
 
 
-def test_advice_has_only_arguments_with_which_the_script_fits(rehearse: Rehearse) -> None:
-    script = """
-    import argparse, torch
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--per_device_train_batch_size", type=int)
-    parser.add_argument("--gradient_accumulation_steps", type=int, default=1)
-    parser.add_argument("--gradient_checkpointing")  # has no effect
-    asked = parser.parse_args()
-    model = torch.nn.Linear(1024, 1024).cuda()
-    optimizer = torch.optim.SGD(model.parameters())
-    for _ in range(3):
-        for _ in range(asked.gradient_accumulation_steps):
-            rows = asked.per_device_train_batch_size * 2**16
-            model(torch.ones(rows, 1024, device="cuda")).square().mean().backward()
-        optimizer.step()
-    """
-    command = ("train.py", "--per_device_train_batch_size", "8")
-    answer = rehearse(script, "--memory", "4GiB", "--memory-overhead", "0", "--advise", command=command)
-    assert answer.status == 1
-    assert {row["with"] for row in answer.found["remedies"]} == {
-        f"--per_device_train_batch_size {rows} --gradient_accumulation_steps {8 // rows}" for rows in (1, 2)
-    }
-    assert all(row["fits"] and row["seconds"] > 0 for row in answer.found["remedies"])
-
-
 def test_varying_steps_and_limits_of_a_script_are_reported() -> None:
     steps = [{"step": at, "allocated_bytes": at * GIB, "reserved_bytes": 9 * GIB, "flushes": 0} for at in range(1, 6)]
-    end = {"allocated_bytes": 0, "reserved_bytes": 0, "flushes": 0, "error": None, "replays": 0, "stopped": True}
+    end = {"allocated_bytes": 0, "reserved_bytes": 0, "flushes": 0, "error": None, "stopped": True, "notes": []}
     about = {"usable_bytes": 10 * GIB, "overhead_bytes": GIB, "rank": 0, "ranks": 1}
     first = RehearsalResult(**about, status=0, steps=steps, end=end)
     assert first.verdict().endswith("; later steps may need more (see below)")
-    assert first.as_text().endswith("stopped after 5 steps")
+    assert first.verdict().startswith("fits in the first 5 steps: ")
     assert not RehearsalResult(**about, status=0, steps=steps, end={**end, "stopped": False}).peaks_differ
     alike = RehearsalResult(**about, status=0, steps=steps[:1] * 5, end=end)
-    assert alike.as_text().endswith("stopped after 5 steps")
+    assert not alike.peaks_differ
     assert not RehearsalResult(**about, status=0, steps=steps[:2] + steps[2:3] * 3, end=end).peaks_differ
     error = {
         "step": 6, "in_search": False, "has_optimizer": True, "file": "train.py", "line": 1,

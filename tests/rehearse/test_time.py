@@ -273,8 +273,8 @@ def test_report_states_time_limit_and_lower_bound(rehearse: Rehearse) -> None:
     assert max(map(len, printed.splitlines())) <= 120
 
 
-def test_cards_ranks_and_prices_give_one_table(rehearse: Rehearse) -> None:
-    given = ("--gpu", "4090,h100", "--ranks", "1,2", "--price", "h100=2.49,4090=0.4")
+def test_cards_and_ranks_give_one_table(rehearse: Rehearse) -> None:
+    given = ("--gpu", "4090,h100", "--ranks", "1,2")
     answer = rehearse(SHARDED, *given, "--steps", "2")
     assert answer.status == 0
     assert [(row["gpu"], row["ranks"], row["fits"]) for row in answer.found] == [
@@ -296,7 +296,6 @@ def test_range_in_braces_is_searched(rehearse: Rehearse) -> None:
     ("options", "refusal"),
     [
         (("--gpu", "h1000"), "unknown GPU 'h1000'"),
-        (("--price", "a100=1"), "add it to --gpu"),
         (("--ranks", "1,x"), "is not a number from 1"),
     ],
 )

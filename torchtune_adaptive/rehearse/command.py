@@ -20,7 +20,6 @@ from torchtune_adaptive.formatting import parse_amount
 from torchtune_adaptive.null_cuda import MAX_DEVICES, NullCudaError
 from torchtune_adaptive.rehearse.gpus import GPUS, Gpu, local_gpu
 from torchtune_adaptive.rehearse.real import Comparison, run_real
-from torchtune_adaptive.rehearse.remedies import try_remedies
 from torchtune_adaptive.rehearse.result import MOST_INVERTED, RehearsalResult
 from torchtune_adaptive.rehearse.start import RankSettings, check_command, rehearse, rehearse_quietly
 from torchtune_adaptive.rehearse.sweep import SweepRow, as_table, compare, largest, range_in
@@ -50,13 +49,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--real", action="store_true", help="run on the GPUs of this machine, with the same report")
     parser.add_argument("--compare", action="store_true", help="run on the GPUs of this machine, rehearse, and compare")
-    parser.add_argument(
-        "--advise", action="store_true", help="if memory runs out, rehearse arguments of transformers or torchtitan too"
-    )
-    parser.add_argument(
-        "--price", type=_price, action="extend", default=[], metavar="NAME=PRICE",
-        help="price of a GPU for an hour, for example h100=2.49; adds the cost of a million tokens",
-    )  # fmt: skip
     parser.add_argument(
         "--memory", type=_bytes, help="memory of a GPU, for example 80GB or 24GiB (default: from --gpu)"
     )
@@ -107,24 +99,23 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _is_table(options: argparse.Namespace, cards: list[Gpu]) -> bool:
-    return len(cards) * len(options.ranks) > 1 or bool(options.price)
+    return len(cards) * len(options.ranks) > 1
 
 
 def _conflicts(options: argparse.Namespace, cards: list[Gpu], searched: bool) -> dict[str, bool]:
     """Return the errors about combinations of options, each with True if the options have it."""
-    table, unpriced = _is_table(options, cards), dict(options.price).keys() - {card.name for card in cards}
+    table = _is_table(options, cards)
     simulated = options.gpu, options.memory, options.ranks[0], options.devices, options.together
     own = table or searched or any(each is not None for each in simulated)
     no_folder = bool(options.snapshot) and not Path(options.snapshot).parent.is_dir()
     return {
-        f"--price names {', '.join(sorted(unpriced))}, which --gpu does not: add it to --gpu": bool(unpriced),
         "--real and --compare run the command as it is, on the GPUs of this machine: leave out --gpu, --memory, "
-        "--ranks, --devices, --together, --price and ranges (for several ranks, put torchrun before the script)": own
+        "--ranks, --devices, --together and ranges (for several ranks, put torchrun before the script)": own
         and (options.real or options.compare),
-        "a range is searched on a single GPU: give one --gpu, one --ranks and no --price": table and searched,
+        "a range is searched on a single GPU: give one --gpu and one --ranks": table and searched,
         "--together reports the fullest rank, and --rank a single one: leave out one of them": bool(options.rank)
         and options.together is not None,
-        "--snapshot needs an existing folder, one --gpu, one --ranks, no --price and no range": no_folder
+        "--snapshot needs an existing folder, one --gpu, one --ranks and no range": no_folder
         or (bool(options.snapshot) and (table or searched)),
     }
 
@@ -144,16 +135,7 @@ def _run(options: argparse.Namespace, command: list[str], cards: list[Gpu], sett
     if options.compare and found.gpu is not None:
         settings = settings._replace(rank=found.rank, ranks=found.ranks, devices=found.visible_devices)
         shown = Comparison(rehearse(command, local_gpu(found.gpu), settings), found)
-    remedies = None
-    if options.advise and found.out_of_memory and not on_gpus:
-        remedies = try_remedies(partial(rehearse_quietly, settings), command, card, found.ranks)
-    if options.format == "json":
-        tried = {} if remedies is None else {"remedies": [row.as_dict() for row in remedies]}
-        print(json.dumps(shown.as_dict() | tried, indent=2))
-    else:
-        print(shown.as_text())
-        if remedies is not None:
-            print(f"\n{as_table(remedies) if remedies else 'no other argument was found with which it fits'}")
+    print(json.dumps(shown.as_dict(), indent=2) if options.format == "json" else shown.as_text())
     return _status(found.answer)
 
 
@@ -166,9 +148,7 @@ def _inverted(
 
 
 def _compare(options: argparse.Namespace, command: list[str], cards: list[Gpu], settings: RankSettings) -> int:
-    rows: list[SweepRow] = compare(
-        partial(rehearse_quietly, settings), command, cards, options.ranks, dict(options.price)
-    )
+    rows: list[SweepRow] = compare(partial(rehearse_quietly, settings), command, cards, options.ranks)
     print(json.dumps([row.as_dict() for row in rows], indent=2) if options.format == "json" else as_table(rows))
     return min(_status(row.fits) for row in rows)
 
@@ -207,13 +187,6 @@ def _fixed(text: str) -> tuple[str, int]:
         raise argparse.ArgumentTypeError(f"{text} is not a line and a number, as in train.py:12=512")
     place, _, number = text.rpartition("=")
     return place, int(number)
-
-
-def _price(text: str) -> list[tuple[str, float]]:
-    pairs = [each.partition("=")[::2] for each in text.lower().split(",")]
-    if not all(re.fullmatch(r"\d*\.?\d+", price) for _, price in pairs):
-        raise argparse.ArgumentTypeError(f"{text} is not a name and a price, as in h100=2.49")
-    return [(name, float(price)) for name, price in pairs]
 
 
 def _bytes(text: str) -> int:

@@ -335,8 +335,8 @@ class DeviceValues:
             # Optimizers divide by their step count, which is on the device after their state was loaded: return 1.
             return 1.0 if caller().f_code is _get_value.__code__ else self.guesses.number()
         if tensor.dtype is torch.bool:
-            known, is_all = getattr(tensor, _CHECK, None), hasattr(tensor, _ALL)
-            return self.guesses.condition(is_all, silent=is_all) if known is None else known
+            known = getattr(tensor, _CHECK, None)
+            return self.guesses.condition(hasattr(tensor, _ALL)) if known is None else known
         known = self.guesses.integer()
         if known is not None:
             return known

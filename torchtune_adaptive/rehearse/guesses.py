@@ -10,7 +10,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from types import FrameType
+from types import FrameType, NoneType
 from typing import Any, ClassVar
 
 import torch
@@ -43,11 +43,11 @@ class Guesses:
         reader = caller()
         return None if reader.f_code.co_name in HARMLESS_READERS else self.on_guess(what, reader)
 
-    def condition(self, guess: bool, *, silent: bool = False) -> bool:
-        """Return the result of a condition on an unknown value.
+    def condition(self, guess: bool) -> bool:
+        """Return the result of a condition on an unknown value, and report it.
 
-        It is `guess`, unless the condition ends a loop, an iteration or a function: then it is the result with which
-        these go on. `silent` leaves out the report of a condition that ends one.
+        It is `guess`, unless the condition does nothing but end a loop, an iteration or a function: then it is the
+        result with which these go on, which needs the most memory, so there is no report.
         """
         reader = caller()
         place = reader.f_code.co_filename, reader.f_lineno
@@ -57,11 +57,8 @@ class Guesses:
             return True
         if (continues := _result_that_continues(*place)) is not None:
             self._iterations[place] += 1
-            guess = continues if self._iterations[place] <= MOST_ITERATIONS else not continues
-            if silent:
-                return guess
-        inverted = self.on_guess(BRANCH, reader)
-        return not guess if inverted and self._iterations[place] <= MOST_ITERATIONS else guess
+            return continues if self._iterations[place] <= MOST_ITERATIONS else not continues
+        return not guess if self.on_guess(BRANCH, reader) else guess
 
     def number(self) -> float:
         """Return an unknown number that a script converts to a plain float: 0, or a large one if this is inverted."""
@@ -152,9 +149,14 @@ def _condition_at(file: str, line: int) -> ast.If | ast.While | ast.IfExp | None
 
 
 def _result_that_continues(file: str, line: int) -> bool | None:
-    """Return the result with which a loop or a function goes on; None if the condition on this line ends neither."""
+    """Return the result with which a loop or a function goes on; None if the condition on this line does not only end
+    one, or has another branch."""
     at = _condition_at(file, line)
-    ends = isinstance(at, ast.If) and any(isinstance(each, ast.Break | ast.Continue | ast.Return) for each in at.body)
+    only = at.body[0] if isinstance(at, ast.If) and len(at.body) == 1 and not at.orelse else None
+    value = only.value if isinstance(only, ast.Return) else None
+    ends = isinstance(only, ast.Break | ast.Continue | ast.Return) and isinstance(
+        value, NoneType | ast.Name | ast.Constant
+    )
     if at is None or not (ends or isinstance(at, ast.While)):
         return None
     nots = (each for each in ast.walk(at.test) if isinstance(each, ast.UnaryOp) and isinstance(each.op, ast.Not))

@@ -8,7 +8,7 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from typing import Any, NamedTuple, TypeVar
 
@@ -29,8 +29,6 @@ class SweepRow(NamedTuple):
 
     gpu: Gpu
     found: RehearsalResult
-    price: float | None = None
-    """The price of one GPU for an hour."""
     label: str = ""
     """Settings that distinguish this row from others with the same GPU and number of ranks."""
 
@@ -62,12 +60,6 @@ class SweepRow(NamedTuple):
             work.tokens * self.ranks / work.ranks_per_sample / time.seconds if time and work and work.tokens else None
         )
 
-    @property
-    def cost(self) -> float | None:
-        """Return the cost of a million tokens; None without a price."""
-        rate = self.tokens_per_second
-        return self.price * self.ranks / 3600 / rate * 1e6 if rate and self.price is not None else None
-
     def as_dict(self) -> dict[str, Any]:
         """Return the row for JSON."""
         time = self.time
@@ -75,42 +67,30 @@ class SweepRow(NamedTuple):
             "gpu": self.gpu.name, "ranks": self.ranks, "fits": self.fits, "verdict": self.found.verdict(),
             "reserved_bytes": self.reserved_bytes, "usable_bytes": self.found.usable_bytes,
             "seconds": time.seconds if time else None, "range": time.range if time else None,
-            "tokens_per_second": self.tokens_per_second, "cost_per_million_tokens": self.cost, "with": self.label,
-            "searches": self.found.searches,
+            "tokens_per_second": self.tokens_per_second, "with": self.label, "searches": self.found.searches,
         }  # fmt: skip
 
 
 def compare(
-    rehearse: Rehearse, command: Sequence[str], cards: Sequence[Gpu], ranks: Sequence[int | None],
-    prices: Mapping[str, float],
-) -> list[SweepRow]:  # fmt: skip
+    rehearse: Rehearse, command: Sequence[str], cards: Sequence[Gpu], ranks: Sequence[int | None]
+) -> list[SweepRow]:
     """Rehearse the command on each GPU and number of ranks; return a row for each."""
     rows = dict.fromkeys((card, each) for each in ranks for card in cards)
     for (card, each), found in in_parallel(rehearse, {key: (command, *key) for key in rows}):
         print(f"rehearsed {count_of(each or found.ranks, 'rank')} of {card.name}", file=sys.stderr, flush=True)
-        rows[card, each] = SweepRow(card, found, prices.get(card.name))
+        rows[card, each] = SweepRow(card, found)
     return [row for row in rows.values() if row is not None]
 
 
-def ranking_of(rows: Iterable[SweepRow]) -> Callable[[SweepRow], tuple[bool, float]]:
-    """Return a sort key, by cost or, without prices, by speed; rows that do not fit are last."""
-    by_cost = any(row.cost is not None for row in rows)
-
-    def order(row: SweepRow) -> tuple[bool, float]:
-        known = row.cost if by_cost else row.tokens_per_second
-        return not row.fits, math.inf if known is None else known if by_cost else -known
-
-    return order
+def ranking(row: SweepRow) -> tuple[bool, float]:
+    """Return a sort key by speed; rows that do not fit are last."""
+    return not row.fits, -(row.tokens_per_second or -math.inf)
 
 
 def as_table(rows: Sequence[SweepRow]) -> str:
-    """Return the rows as a table, in which the cheapest one or, without prices, the fastest one is marked."""
-    by_cost = any(row.cost is not None for row in rows)
-    best = min((row for row in rows if row.tokens_per_second), key=ranking_of(rows), default=None)
-    lines = [
-        f"{'gpu':>9} {'ranks':>6}  {'fits':<9} {'reserved, of GiB':>17} {'time per step':>14} {'tokens/s':>10}"
-        + f" {'cost/1M tokens':>15}" * by_cost
-    ]
+    """Return the rows as a table, in which the fastest one is marked."""
+    best = min((row for row in rows if row.tokens_per_second), key=ranking, default=None)
+    lines = [f"{'gpu':>9} {'ranks':>6}  {'fits':<9} {'reserved, of GiB':>17} {'time per step':>14} {'tokens/s':>10}"]
     for row in rows:
         time, rate = row.time, row.tokens_per_second
         remark = f"{row.found.rows} {row.label}".strip()
@@ -119,9 +99,8 @@ def as_table(rows: Sequence[SweepRow]) -> str:
         lines.append(
             f"{row.gpu.name:>9} {row.ranks:>6}  {_WORDS[row.fits]:<9} {memory if row.fits is not None else '':>17}"
             f" {seconds_text(time.seconds) if time else '':>14} {f'{rate:,.0f}' if rate else '':>10}"
-            + (f" {'' if row.cost is None else f'{row.cost:.4f}':>15}" if by_cost else "")
             + f"  {remark}" * bool(remark)
-            + (f"  <- {'cheapest' if by_cost else 'fastest'}" if row is best and len(rows) > 1 else "")
+            + "  <- fastest" * (row is best and len(rows) > 1)
         )
     lines = [line.rstrip() for line in lines]
     low, high = UNCERTAINTY

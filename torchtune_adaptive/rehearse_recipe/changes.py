@@ -4,24 +4,44 @@ from __future__ import annotations
 
 import re
 import shlex
+import sys
+from contextlib import closing
 from itertools import accumulate
 
 from omegaconf import OmegaConf
 
 from torchtune_adaptive.config.components import COMPONENT
 from torchtune_adaptive.config.keys import keys_of, value_at
-from torchtune_adaptive.rehearse.remedies import MORE_RANKS, Words
 from torchtune_adaptive.rehearse.start import ONE_MACHINE
-from torchtune_adaptive.rehearse.sweep import SweepRow
+from torchtune_adaptive.rehearse.sweep import Rehearse, SweepRow, in_parallel, ranking
 from torchtune_adaptive.rehearse_recipe.request import PlanRequest, PlanSettings
 
 IN_8_BITS = {"torch.optim.AdamW": "torchao.optim.AdamW8bit", "torch.optim.Adam": "torchao.optim.Adam8bit"}
 ARGUMENTS_IN_8_BITS = {COMPONENT, "lr", "betas", "eps", "weight_decay", "amsgrad"}
 """Keys of an optimizer's section that torchao's optimizers accept."""
+ENOUGH = 2
+"""Stop after this many changes that fit."""
+MORE_RANKS = 2, 4, 8
+"""The multiples of the number of ranks that are tried."""
+Words = tuple[str, ...]
+"""Overrides of a config."""
 SEARCH: Words = ("use_maximum_batch_size=True",)
 CHUNKED_LOSS: Words = (f"loss.{COMPONENT}=torchtune.modules.loss.CEWithChunkedOutputLoss",)
 EVERY_SECOND_LAYER: Words = ("ac_mode=selective", "ac_option=2")
 CPU_OFFLOAD: Words = ("fsdp_cpu_offload=True",)
+
+
+def changes_that_fit(request: PlanRequest, rehearse: Rehearse, row: SweepRow) -> list[SweepRow]:
+    """Rehearse changes of the config in parallel until enough of them fit. Return these, the fastest first."""
+    fitting: list[SweepRow] = []
+    cases = {case: (case[0], row.gpu, case[1]) for case in changes_to_try(request, row.ranks)}
+    with closing(in_parallel(rehearse, cases)) as results:
+        for (words, ranks), found in results:
+            print(f"{' '.join(words) or f'{ranks} ranks'}: {found.verdict()}", file=sys.stderr, flush=True)
+            fitting += [SweepRow(row.gpu, found, label=" ".join(words))] * found.fits
+            if len(fitting) >= ENOUGH:
+                break
+    return sorted(fitting, key=ranking)
 
 
 def changes_to_try(request: PlanRequest, ranks: int) -> list[tuple[Words, int]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -12,7 +12,7 @@ from omegaconf import DictConfig
 from torchtune_adaptive.config import components, keys
 from torchtune_adaptive.config.checks import SECTIONS
 from torchtune_adaptive.config.components import COMPONENT
-from torchtune_adaptive.config.keys import MOST_TOKENS, NULL, TEXT, Rule, one_of, setting, value_at
+from torchtune_adaptive.config.keys import MOST_TOKENS, NULL, TEXT, one_of, setting, value_at
 from torchtune_adaptive.config.registry import FULL, FULL_DPO, GRPO, GRPO_LORA, LORA, LORA_DPO, PPO, Recipe
 from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.formatting import parse_amount
@@ -21,10 +21,6 @@ from torchtune_adaptive.rl.settings import GRPO_KEYS, POLICY_SECTION, PPO_KEYS
 
 DEFAULT_TOKENS = 4096
 MOST_RANKS = 65_536
-
-
-def _are_prices(value: object) -> bool:
-    return isinstance(value, dict) and all(key in GPUS and keys.NUMBER.accepts(each) for key, each in value.items())
 
 
 def _overhead_bytes(value: Any, key: str) -> int:
@@ -41,8 +37,6 @@ class PlanSettings:
     memory_limit: str | float = setting(TEXT | keys.NUMBER, "h100")
     """memory of a rank: an amount (`24GiB`, `80GB`) or a card (`h100`, `a100-40`, `4090`), or several to compare, such
     as `4090,h100`"""
-    price: Mapping[str, float] | None = setting(Rule(_are_prices, "a price per card: price.h100=2.49") | NULL, None)
-    """price of a card per hour, such as `price.h100=2.49`; adds the cost of a million tokens to the table"""
     memory_overhead: int | None = setting(TEXT | one_of(0) | NULL, None, convert=_overhead_bytes)
     """memory of a rank that tensors cannot use (CUDA context, NCCL, libraries). null: `3GiB`, or `1GiB` for one
     process"""
