@@ -17,11 +17,10 @@ from tests.rehearse_recipe.two_ranks import errors_and_flushes, plan_request, re
 from torchtune_adaptive.config.command_line import locate, read_config
 from torchtune_adaptive.errors import AdaptiveError, ConfigError
 from torchtune_adaptive.rehearse.gpus import GPUS
-from torchtune_adaptive.rehearse.remedies import Words, that_fit
 from torchtune_adaptive.rehearse.result import RehearsalResult
 from torchtune_adaptive.rehearse.sweep import SweepRow
 from torchtune_adaptive.rehearse_recipe import changes as changes_module
-from torchtune_adaptive.rehearse_recipe.changes import changes_to_try, training_command
+from torchtune_adaptive.rehearse_recipe.changes import Words, changes_that_fit, changes_to_try, training_command
 from torchtune_adaptive.rehearse_recipe.plan import print_plan
 from torchtune_adaptive.rehearse_recipe.request import PlanRequest, read_request
 from torchtune_adaptive.rehearse_recipe.start import rehearse_recipe
@@ -206,10 +205,10 @@ def rehearse_and_end_parent(request: PlanRequest, first: Words, words: Words, *c
 
 def test_signal_ends_all_rehearsals() -> None:
     request = plan_request()
-    changes = changes_to_try(request, 2)
-    rehearse = partial(rehearse_and_end_parent, request, changes[0][0])
+    found = RehearsalResult(usable_bytes=GIB, overhead_bytes=0, rank=0, ranks=2, status=1)
+    rehearse = partial(rehearse_and_end_parent, request, changes_to_try(request, 2)[0][0])
     with pytest.raises(KeyboardInterrupt):
-        that_fit(rehearse, (), request.gpus[0], changes)
+        changes_that_fit(request, rehearse, SweepRow(request.gpus[0], found))
 
 
 def test_recoveries_and_flushes_are_those_of_a_run_on_two_ranks() -> None:

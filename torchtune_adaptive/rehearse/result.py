@@ -325,7 +325,7 @@ class RehearsalResult:
             "; the cache is never flushed": self.steps and not flushing and self.end.get("stopped"),
             f"; the script recovered from {errors}": self.steps and self.caught,
             self._guessed: True,
-            "; not all memory is counted (see below)": any("more memory" in each for each in self.end["notes"]),
+            "; not all memory is counted (see below)": any("more memory" in each for each in self.end.get("notes", ())),
             "; an optimizer took no step": self.steps and self.end.get("idle"),
             "; later steps may need more (see below)": self.peaks_differ,
             f"; a second step would need about {_size(second)} allocated": second,
