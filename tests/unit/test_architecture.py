@@ -79,7 +79,7 @@ WITHOUT_TORCH = {
     "lifecycle.signals",
 }
 TUNE_SIDE = {"config", "lifecycle", "checkpoints", "tune", "rl", "demo", "cli", "rehearse_recipe"}
-ABOUT_A_RUN = {"hf.arguments", "rehearse.remedies"}
+ABOUT_A_RUN = {"hf.arguments"}
 """Arguments of trainers with the names of keys."""
 ARGUMENTS_TOO = {"batch_size", "gradient_accumulation_steps"}
 """Config keys that are also names of library arguments."""
