@@ -74,8 +74,6 @@ class Progress:
     best_step: int | None = None
     """The step with the lowest validation loss."""
     dataset_samples: int | None = None
-    dataset_fingerprint: Mapping[str, Any] | None = None
-    """A resumed run compares it, to detect that the data has changed. None if there is no fingerprint."""
 
     @property
     def finished(self) -> bool:

@@ -31,7 +31,6 @@ from torchtune_adaptive.formatting import count_of
 from torchtune_adaptive.lifecycle.console import log_if_slow, log_rank_0
 from torchtune_adaptive.tune.checked_dataset import CheckedDataset
 from torchtune_adaptive.tune.distributed import Meshes
-from torchtune_adaptive.tune.fingerprint import Fingerprint, fingerprint_of
 from torchtune_adaptive.tune.images import collate_images
 from torchtune_adaptive.tune.samples import PAIR, TEXT, Sample, TokenKind
 from torchtune_adaptive.tune.unpadded import Batch, concatenated
@@ -58,7 +57,6 @@ class Data:
     loader: StepLoader[Sample]
     max_seq_len: int | None
     """The length to which the tokenizer truncates samples; None if it does not."""
-    fingerprint: Fingerprint | None = None
     max_tiles: int | None = None
     """The most tiles into which the transform cuts an image; None if unknown."""
 
@@ -129,10 +127,10 @@ def build_pairs(settings: Settings, tokenizer: Tokenizer, mesh: Meshes) -> Data:
 def data_of(
     samples: CheckedDataset, collate: Collate, settings: Settings, tokenizer: Tokenizer, mesh: Meshes, *, packed: bool
 ) -> Data:
-    """Collective: combine the samples with a loader and a fingerprint."""
-    loader, max_seq_len = build_step_loader(samples, settings, mesh), getattr(tokenizer, "max_seq_len", None)
-    fingerprint, max_tiles = fingerprint_of(samples, max_seq_len), getattr(tokenizer, "max_num_tiles", None)
-    return Data(samples, packed, collate, loader, max_seq_len, fingerprint, max_tiles)
+    """Collective: combine the samples with a loader."""
+    loader = build_step_loader(samples, settings, mesh)
+    max_seq_len, max_tiles = getattr(tokenizer, "max_seq_len", None), getattr(tokenizer, "max_num_tiles", None)
+    return Data(samples, packed, collate, loader, max_seq_len, max_tiles)
 
 
 @log_if_slow("built the dataset")

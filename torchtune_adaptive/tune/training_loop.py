@@ -18,12 +18,13 @@ from torchtune_adaptive.checkpoints.manager import CheckpointManager
 from torchtune_adaptive.checkpoints.progress import EpochSizes, Progress, SavedLimits, start_progress
 from torchtune_adaptive.checkpoints.resuming import StepsOnRanks, find_start
 from torchtune_adaptive.checkpoints.store import Checkpointer, Files, State
-from torchtune_adaptive.config.keys import AUTO, Settings
+from torchtune_adaptive.config.keys import Settings
 from torchtune_adaptive.engine.limits import Limit, RowLimit
 from torchtune_adaptive.engine.memory import MemorySource, memory_within, resident_tensors
 from torchtune_adaptive.engine.ranks import rank, world_size
 from torchtune_adaptive.engine.results import StepResult
 from torchtune_adaptive.engine.step import Stages
+from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.formatting import size_for_rank
 from torchtune_adaptive.lifecycle.console import log_rank_0
 from torchtune_adaptive.report.journal import Journal
@@ -31,7 +32,6 @@ from torchtune_adaptive.tune.checked_dataset import max_seq_len_of, vocabulary_o
 from torchtune_adaptive.tune.data import Data, LongestSamples, StepLoader
 from torchtune_adaptive.tune.dealing import Dealer
 from torchtune_adaptive.tune.distributed import free_setup_memory, join, leave, set_cpu_threads
-from torchtune_adaptive.tune.fingerprint import check_same_data
 from torchtune_adaptive.tune.images import with_equal_tiles
 from torchtune_adaptive.tune.metrics import NO_CAUSE, Cause, LossWatch, Metrics, StepProfiler, record_epoch
 from torchtune_adaptive.tune.optimizer import Optimization
@@ -141,10 +141,13 @@ class TrainingLoop:
         """
         self.run, self.model, self.data, self.optimization, self.stages = run, model, data, optimization, stages
         self.loss_fn, self.validation = loss_fn, validation
-        # Only a run that resumes between two epochs, from files that the config names, may use other data.
-        if run.settings.resume_from_checkpoint == AUTO or run.progress.steps_in_epoch:
-            check_same_data(data.dataset, data.fingerprint, run.progress)
-        run.progress = replace(run.progress, dataset_samples=len(data.dataset), dataset_fingerprint=data.fingerprint)
+        samples, before = len(data.dataset), run.progress.dataset_samples
+        if run.progress.steps_in_epoch and samples != before:
+            raise ConfigError(
+                f"cannot resume within an epoch: the dataset has {samples} samples, but had {before} when the "
+                "checkpoint was saved; restore the dataset, or start a new run with another output_dir"
+            )
+        run.progress = replace(run.progress, dataset_samples=samples)
         trained = stages.training.model
         data.dataset.vocabulary, data.dataset.most_tokens = vocabulary_of(trained), max_seq_len_of([trained])
         has_trained = bool(run.progress.epochs_run or run.progress.steps_in_epoch)
