@@ -76,8 +76,7 @@ class CheckpointManager:
         named = start.files if settings.resume_from_checkpoint is True else None
         self._never_pruned = named.folder.name if named else None
         self._checkpointer = build(settings.config, self._directory.staging, start.files)
-        # for the manifest, on rank 0; computed after `build`, which in the demo creates files that this reads
-        self._identity = identity_of(settings.config, contents.recipe) if dist.get_rank() == 0 else {}
+        self._identity = identity_of(settings.config, contents.recipe)
         self._random_state_folder = start.files.folder if start.files else None  # folder of the random state to restore
         self._stop_requested = False
         THIS_RUN.newest_checkpoint = start.files.folder if start.files else None
