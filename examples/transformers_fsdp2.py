@@ -13,6 +13,7 @@ from torch.distributed.fsdp import fully_shard
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from torchtune_adaptive import (
+    MemoryMeter,
     RowLimit,
     SampleKind,
     StepRunner,
@@ -21,7 +22,7 @@ from torchtune_adaptive import (
     find_max_batch_size,
     search_table,
 )
-from torchtune_adaptive.testing import FaultInjector, memory_cap
+from torchtune_adaptive.testing import FaultInjector
 
 LENGTH, STEPS = 64, 6
 IGNORED = -100
@@ -86,7 +87,9 @@ step = TrainingStep(
     },  # a phase ends with each of these modules; with them, a search needs fewer probes
 )
 # Simulates the memory of a GPU. On a GPU, omit it: find_max_batch_size measures the GPU by default.
-with memory_cap(20_000_000, [*model.parameters(), *model.buffers()]) as memory:
+memory = MemoryMeter(20_000_000)
+memory.count([*model.parameters(), *model.buffers()])
+with memory:
     found = find_max_batch_size(step, memory=memory)  # the same on all ranks; the model stays unchanged
     if rank == 0:
         print(search_table(found, LENGTH))

@@ -17,7 +17,6 @@ USERS = sorted(path for folder in ("examples", "benchmarks", "tools") for path i
 PUBLIC = {
     *(("torchtune_adaptive", name) for name in torchtune_adaptive.__all__),
     ("torchtune_adaptive.testing", "FaultInjector"),
-    ("torchtune_adaptive.testing", "memory_cap"),
     ("torchtune_adaptive.hf", "AdaptiveArguments"),
     ("torchtune_adaptive.hf", "AdaptiveMixin"),
     ("torchtune_adaptive.hf", "AdaptiveTrainer"),
