@@ -57,8 +57,6 @@ class Data:
     loader: StepLoader[Sample]
     max_seq_len: int | None
     """The length to which the tokenizer truncates samples; None if it does not."""
-    max_tiles: int | None = None
-    """The most tiles into which the transform cuts an image; None if unknown."""
 
     @property
     def kind(self) -> TokenKind:
@@ -129,8 +127,7 @@ def data_of(
 ) -> Data:
     """Collective: combine the samples with a loader."""
     loader = build_step_loader(samples, settings, mesh)
-    max_seq_len, max_tiles = getattr(tokenizer, "max_seq_len", None), getattr(tokenizer, "max_num_tiles", None)
-    return Data(samples, packed, collate, loader, max_seq_len, max_tiles)
+    return Data(samples, packed, collate, loader, getattr(tokenizer, "max_seq_len", None))
 
 
 @log_if_slow("built the dataset")
