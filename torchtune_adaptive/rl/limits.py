@@ -22,7 +22,7 @@ from torchtune_adaptive.engine.probes import TrainingStep
 from torchtune_adaptive.engine.results import StepResult
 from torchtune_adaptive.engine.search import SearchResult
 from torchtune_adaptive.engine.snapshot import restoring_state
-from torchtune_adaptive.errors import ConfigError, OneRowDoesNotFitError, Remedy
+from torchtune_adaptive.errors import ConfigError, Remedy
 from torchtune_adaptive.formatting import format_bytes, in_columns
 from torchtune_adaptive.lifecycle.console import log_rank_0
 from torchtune_adaptive.rl.rollouts import Rollout, worst_rollout
@@ -113,17 +113,12 @@ class LimitFinder:
             yield
 
     def _measure(self, memory: MemorySource, stage: str, measure: Callable[..., Result]) -> Result:
-        """Collective: measure a stage. If not even one row of generation fits, gather parameters by layer instead."""
-        measure = partial(measure, self._loop, memory=memory, most_rows=self._stages.by_name[stage].samples)
+        """Collective: measure a stage."""
+        step, most_rows = self._worst_step(memory, stage), self._stages.by_name[stage].samples
         try:
-            return measure(self._worst_step(memory, stage))
-        except OneRowDoesNotFitError:
-            if stage != GENERATE or not self._stages.generate.gathers:
-                raise
+            return measure(self._loop, step, memory=memory, most_rows=most_rows)
         finally:
             self._optimization.optimizers[0].zero_grad(set_to_none=True)
-        self._stages.gather_by_layer()
-        return measure(self._worst_step(memory, stage))
 
     def _worst_step(self, memory: MemorySource, name: str) -> TrainingStep[Rollout]:
         """Collective: return the worst-case step of a stage. The last training stage also updates all models."""

@@ -17,9 +17,8 @@ from torchtune_adaptive.config.keys import Settings
 from torchtune_adaptive.engine.limits import RowLimit
 from torchtune_adaptive.engine.results import StepResult
 from torchtune_adaptive.engine.step import SampleKind, Stages, StepRunner
-from torchtune_adaptive.errors import LimitExhaustedError, NotLearningError
+from torchtune_adaptive.errors import NotLearningError
 from torchtune_adaptive.formatting import count_of
-from torchtune_adaptive.lifecycle.console import log_rank_0
 from torchtune_adaptive.rl.generation import Generate
 from torchtune_adaptive.rl.microbatches import Score, TrainPolicy, TrainValue
 from torchtune_adaptive.rl.rollouts import LOG_PROBS, MODEL_SCORE, REFERENCE_LOG_PROBS, VALUES, Rollout, results_of
@@ -90,31 +89,12 @@ class RolloutStages:
         self.seconds.clear()
 
     def run_stage(self, name: str, rollouts: Sequence[Rollout], iteration: int) -> StepResult:
-        """Collective: run one stage. If generation cannot fit one row next to gathered parameters, gather by layer."""
+        """Collective: run one stage."""
         began = time.perf_counter()
-        try:
-            result = self.runners[name].run(rollouts, step=iteration)
-        except LimitExhaustedError:
-            if name != GENERATE or not self.generate.gathers:
-                raise
-            result = None
-        if result is None:  # outside of the handler, whose traceback keeps tensors alive
-            self.gather_by_layer()
-            result = self.runners[name].run(rollouts, step=iteration)
+        result = self.runners[name].run(rollouts, step=iteration)
         self.results.setdefault(name, []).append(result)
         self.seconds[name] += time.perf_counter() - began
         return result
-
-    def gather_by_layer(self) -> None:
-        """From now on, gather parameters layer by layer for each generated token.
-
-        This changes the collectives of the stage, so call it on all ranks.
-        """
-        log_rank_0(
-            f"{GENERATE}: gathered parameters leave no room for one row; gathering layer by layer from here on (slower)"
-        )
-        self.generate.keep_gathered = False
-        self.runners[GENERATE].start_over()
 
     @property
     def stop_requested(self) -> bool:
