@@ -15,13 +15,13 @@ from torch import Tensor
 
 from tests.distributed.faults.fault_variants import fail_there, operations_of, ways_to_fail
 from tests.distributed.models import device
+from tests.fault_injection import FaultInjector
 from tests.recipes.grpo.tiny import JUDGE, grpo_config
 from tests.recipes.ppo.rollouts import ppo_config
 from tests.recipes.running import demo_config, load_ours
 from torchtune_adaptive.engine.limits import RowLimit
 from torchtune_adaptive.engine.step import StepRunner
 from torchtune_adaptive.rl.stages import FIND_REWARDS, GENERATE, SCORE_POLICY, SCORE_REFERENCE, STAGES, TRAIN_POLICY
-from torchtune_adaptive.testing import FaultInjector
 from torchtune_adaptive.tune import distributed
 from torchtune_adaptive.tune.preference import POLICY, REFERENCE, REFERENCE_LOG_PROBS, figures_of
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.fault_injection import FaultInjector
 from torchtune_adaptive import RowLimit, SampleKind, StepRunner, Totals
-from torchtune_adaptive.testing import FaultInjector
 
 SAMPLES = [torch.arange(4.0)] * 4
 KIND = SampleKind(length_of=len, filler=lambda sample: sample)
@@ -42,7 +42,7 @@ def test_only_the_named_step_fails_and_the_run_continues():
 
 
 def test_only_the_named_rank_fails(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("torchtune_adaptive.testing.world_size", lambda: 2)
+    monkeypatch.setattr("tests.fault_injection.world_size", lambda: 2)
     runner = runner_of()
     with FaultInjector(runner).fail_at(rank=1, step=0) as faults:
         assert recoveries(runner, 1) == [0]
