@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -21,10 +20,9 @@ from torchtune_adaptive.errors import NotLearningError
 from torchtune_adaptive.formatting import count_of
 from torchtune_adaptive.rl.generation import Generate
 from torchtune_adaptive.rl.microbatches import Score, TrainPolicy, TrainValue
-from torchtune_adaptive.rl.rollouts import LOG_PROBS, MODEL_SCORE, REFERENCE_LOG_PROBS, VALUES, Rollout, results_of
+from torchtune_adaptive.rl.rollouts import MODEL_SCORE, REFERENCE_LOG_PROBS, Rollout, results_of
 from torchtune_adaptive.rl.settings import LARGEST, REWARD, REWARD_FILES
 from torchtune_adaptive.tune.finetuning import OnChange, build_recovery
-from torchtune_adaptive.tune.metrics import Cause
 
 GENERATE, FIND_REWARDS = "generate", "rewards"
 SCORE_POLICY, SCORE_REFERENCE = "policy log-probabilities", "reference log-probabilities"
@@ -158,12 +156,3 @@ def check_frozen_results(rollouts: Sequence[Rollout], reference_files: str) -> N
                 f"{count_of(len(rollouts), 'answer')}; allowed is {REWARD.allowed}: check that the weights in "
                 f"{files}.checkpoint_files are intact, or set dtype: fp32 if they exceed the range of bf16"
             )
-
-
-def cause_of_stages(rollouts: Sequence[Rollout], losses: Mapping[str, float]) -> Cause:
-    """Return, as the cause of a skipped update, the first stage whose results or loss are NaN or infinite."""
-    stages = {SCORE_POLICY: LOG_PROBS, FIND_VALUES: VALUES}
-    found = {stage: name for stage, name in stages.items() if name in rollouts[0].results}
-    wrong = [stage for stage, name in found.items() if not results_of(rollouts, name).isfinite().all()]
-    wrong += [stage for stage, loss in losses.items() if not math.isfinite(loss)]
-    return Cause(f" in stage {wrong[0]}" if wrong else "")

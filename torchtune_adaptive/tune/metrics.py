@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -196,17 +196,6 @@ class Metrics:
         draw_run(Path(self._settings.output_dir))
 
 
-class Cause(NamedTuple):
-    """The cause of a NaN or infinite loss or gradient; empty if unknown."""
-
-    where: str = ""
-    """The place where the number occurred, appended to it in messages: " in stage train policy"."""
-    remedy: str = ""
-
-
-NO_CAUSE = Cause()
-
-
 class LossWatch:
     """Raises NotLearningError if losses or gradients stay NaN, or if the samples have no target tokens.
 
@@ -220,11 +209,8 @@ class LossWatch:
         self._max_skipped, self._files, self._has_trained = max_skipped_steps, files, has_trained
         self._steps = self._nan_in_a_row = 0
         self._has_targets = False
-        self._cause = NO_CAUSE
 
-    def record(
-        self, step: int, loss: float, target_tokens: int, grad_norm: float | None, cause: Cause = NO_CAUSE
-    ) -> None:
+    def record(self, step: int, loss: float, target_tokens: int, grad_norm: float | None) -> None:
         """Record a step; warn if its loss or gradient norm is not finite, raise if too many in a row are not.
 
         `grad_norm` is None if the optimizer runs in the backward and has already updated the weights.
@@ -237,26 +223,24 @@ class LossWatch:
             self._nan_in_a_row = 0
             return
         self._nan_in_a_row += 1
-        self._cause = cause
-        what = (f"gradient norm is {grad_norm}" if math.isfinite(loss) else f"loss is {loss}") + cause.where
+        what = f"gradient norm is {grad_norm}" if math.isfinite(loss) else f"loss is {loss}"
         if self._nan_in_a_row > self._max_skipped:
             steps = count_of(self._nan_in_a_row, "consecutive step")
             raise NotLearningError(
                 f"step {step}: the {what}, in {steps}, and adaptive.max_skipped_steps is {self._max_skipped}; "
-                + (cause.remedy or "start a new run with a lower optimizer.lr, a clip_grad_norm or dtype: fp32")
-                + ", from the weights of the last checkpoint if there is one"
+                "start a new run with a lower optimizer.lr, a clip_grad_norm or dtype: fp32, from the weights of the "
+                "last checkpoint if there is one"
             )
         if self._nan_in_a_row == 1 and dist.get_rank() == 0:
             effect = "the weights are not updated" if skipped else "the weights may be NaN now"
-            remedy = f": {cause.remedy}" if cause.remedy else ""
-            logger.warning("step %d: the %s; %s%s", step, what, effect, remedy)
+            logger.warning("step %d: the %s; %s", step, what, effect)
 
     def worth_saving(self, *, ends_epoch: bool) -> bool:
         """Return False if no step so far has trained the weights; at the end of an epoch, raise NotLearningError."""
         if ends_epoch and self._steps and not self._has_trained:
             why = (
-                f"every loss was NaN or infinite{self._cause.where}; "
-                + (self._cause.remedy or f"lower optimizer.lr, or check that the weights of {self._files} are not NaN")
+                "every loss was NaN or infinite; "
+                f"lower optimizer.lr, or check that the weights of {self._files} are not NaN"
                 if self._has_targets
                 else "no sample has a token to learn (all labels are masked); check that the dataset's columns and "
                 "prompt template match the data, and that tokenizer.max_seq_len does not cut off the answers"

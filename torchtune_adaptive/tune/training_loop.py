@@ -29,11 +29,11 @@ from torchtune_adaptive.formatting import size_for_rank
 from torchtune_adaptive.lifecycle.console import log_rank_0
 from torchtune_adaptive.report.journal import Journal
 from torchtune_adaptive.tune.checked_dataset import max_seq_len_of, vocabulary_of
-from torchtune_adaptive.tune.data import Data, LongestSamples, StepLoader
+from torchtune_adaptive.tune.data import Data, StepLoader
 from torchtune_adaptive.tune.dealing import Dealer
 from torchtune_adaptive.tune.distributed import free_setup_memory, join, leave, set_cpu_threads
 from torchtune_adaptive.tune.images import with_equal_tiles
-from torchtune_adaptive.tune.metrics import NO_CAUSE, Cause, LossWatch, Metrics, StepProfiler, record_epoch
+from torchtune_adaptive.tune.metrics import LossWatch, Metrics, StepProfiler, record_epoch
 from torchtune_adaptive.tune.optimizer import Optimization
 from torchtune_adaptive.tune.samples import Sample
 from torchtune_adaptive.tune.schedule import log_left_out
@@ -153,7 +153,6 @@ class TrainingLoop:
         has_trained = bool(run.progress.epochs_run or run.progress.steps_in_epoch)
         self._losses = LossWatch(run.settings.adaptive.max_skipped_steps, weights, has_trained=has_trained)
         self._profiler = StepProfiler(run.settings.config, run.devices.device)
-        self._longest_samples = LongestSamples(data, run.settings.tensor_parallel_dim)
         self._stopping = False
 
     def memory_of_this_rank(self) -> AbstractContextManager[MemorySource | None]:
@@ -191,10 +190,8 @@ class TrainingLoop:
                 steps = self.schedule.steps(self.data.loader, sizes, run.progress)
             later = self.schedule.epochs[run.progress.epochs_run + 1 :]
             for samples, upcoming in run.metrics.epoch(sizes, later, steps, run.progress.steps_in_epoch, unit):
-                self._longest_samples.count(samples)
                 yield Step(run.progress.step + 1, samples, upcoming)
             log_left_out(sizes, run.progress, self.data.loader)
-            self._longest_samples.announce(sizes.epoch)
             run.progress = run.progress.after_epoch(sizes)
             self._losses.worth_saving(ends_epoch=True)
             self.save()
@@ -213,13 +210,11 @@ class TrainingLoop:
         loss = self.run.metrics.log_step(self.run.progress.step + 1, result, grad_norm, samples, figures)
         self.advance(loss, result.target_tokens, grad_norm, stop_requested=result.stop_requested)
 
-    def advance(
-        self, loss: float, target_tokens: int, grad_norm: float | None, *, stop_requested: bool, cause: Cause = NO_CAUSE
-    ) -> None:
+    def advance(self, loss: float, target_tokens: int, grad_norm: float | None, *, stop_requested: bool) -> None:
         """Collective: count a logged step, validate and save a checkpoint if due, and end the run after a signal."""
         run = self.run
         run.progress = run.progress.after_step(self._sizes, run.devices.ranks)
-        self._losses.record(run.progress.step, loss, target_tokens, grad_norm, cause)
+        self._losses.record(run.progress.step, loss, target_tokens, grad_norm)
         self._profiler.step()
         self._stopping = stop_requested
         best = self._validate_if_due()

@@ -16,7 +16,7 @@ from torchtune_adaptive.engine.limits import RowLimit
 from torchtune_adaptive.errors import NotLearningError
 from torchtune_adaptive.report.journal import EPOCH, SCHEDULE, Journal, read_timeline
 from torchtune_adaptive.tune import metrics
-from torchtune_adaptive.tune.metrics import Cause, LossWatch, Metrics, record_epoch
+from torchtune_adaptive.tune.metrics import LossWatch, Metrics, record_epoch
 
 PLANS = tuple(
     EpochSizes(epoch, 2 + 2 * epoch, 1, 2 + 2 * epoch, 2 + 2 * epoch, 4 - 2 * epoch, 1.0) for epoch in range(2)
@@ -89,18 +89,6 @@ def test_run_ends_after_too_many_consecutive_nan_steps_with_one_warning_per_stre
     assert message == [
         "step 2: the gradient norm is nan; the weights are not updated",
         "step 5: the gradient norm is nan; the weights are not updated",
-    ]
-
-
-def test_known_cause_of_a_nan_loss_replaces_the_advice_on_the_learning_rate(message: list[str]) -> None:
-    losses, cause = LossWatch(1), Cause(" in stage train policy", "lower loss.kl_coeff")
-    losses.record(1, math.nan, 10, math.nan, cause)
-    with pytest.raises(NotLearningError, match=r"infinite in stage train policy; lower loss.kl_coeff$"):
-        losses.worth_saving(ends_epoch=True)
-    with pytest.raises(NotLearningError, match=r"nan in stage train policy, in 2 consecutive .*; lower loss.kl_coeff,"):
-        losses.record(2, math.nan, 10, math.nan, cause)
-    assert message == [
-        "step 1: the loss is nan in stage train policy; the weights are not updated: lower loss.kl_coeff"
     ]
 
 
