@@ -9,7 +9,6 @@ from typing import cast
 from omegaconf import DictConfig, OmegaConf
 
 from torchtune_adaptive.config.keys import value_at
-from torchtune_adaptive.errors import ConfigError
 
 RUN_KEYS = (
     "model",
@@ -30,14 +29,8 @@ RUN_KEYS = (
     "top_k",
     "stop_token_ids",
 )
-DATA_KEYS = "dataset", "shuffle"
 MAY_BE_LOWERED = "tokenizer.max_seq_len"
 """May change, because out-of-memory errors advise to lower it."""
-
-
-def saves_adapters(recipe: str) -> bool:
-    """Return True if a recipe trains adapters. Recipes without adapters cannot resume from its checkpoints."""
-    return recipe.startswith("lora")
 
 
 def identity_of(cfg: DictConfig, recipe: str) -> dict[str, object]:
@@ -54,26 +47,13 @@ def identity_of(cfg: DictConfig, recipe: str) -> dict[str, object]:
     return cast(dict[str, object], json.loads(json.dumps(flat, default=str)))  # as in a manifest: keys are strings
 
 
-def file_names(value: object, key: str = "checkpointer") -> list[str]:
-    """Return the names in `checkpoint_files`: a list, or torchtune's short form with a format and a maximum."""
-    plain = OmegaConf.to_container(value) if OmegaConf.is_config(value) else value
-    if isinstance(plain, list) and plain:
-        return [str(name) for name in plain]
-    if isinstance(plain, dict) and {"filename_format", "max_filename"} <= plain.keys():
-        last = str(plain["max_filename"])
-        numbers = (str(number).zfill(len(last)) for number in range(1, int(last) + 1))
-        return [str(plain["filename_format"]).format(number, last) for number in numbers]
-    raise ConfigError(f"{key}.checkpoint_files is {plain!r}: allowed is a list of names")
-
-
-def difference(current: Mapping[str, object], saved: Mapping[str, object], ignored: tuple[str, ...] = ()) -> str | None:
-    """Describe the keys that differ, with both values, or return None. If the recipe differs, ignore other keys, and
-    in any case those that begin with one of `ignored`."""
+def difference(current: Mapping[str, object], saved: Mapping[str, object]) -> str | None:
+    """Describe the keys that differ, with both values, or return None. If the recipe differs, ignore other keys."""
     another_recipe = current.get("recipe") != saved.get("recipe")
     changed = []
     for key in ["recipe"] if another_recipe else sorted(current.keys() | saved.keys()):
         now, before = (repr(values[key]) if key in values else "not set" for values in (current, saved))
-        if now != before and current.get(key) != saved.get(key) and not key.startswith(ignored):  # NaN differs from NaN
+        if now != before and current.get(key) != saved.get(key):  # NaN differs from NaN
             changed.append(f"{key} is {now}, but was {before}")
     return ", and ".join(changed) or None
 

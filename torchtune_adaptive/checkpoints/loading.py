@@ -15,7 +15,6 @@ from omegaconf import DictConfig, OmegaConf
 from torchtune import training
 
 from torchtune_adaptive.checkpoints import store
-from torchtune_adaptive.checkpoints.identity import file_names
 from torchtune_adaptive.checkpoints.store import Checkpointer, Files, State
 from torchtune_adaptive.config import components
 from torchtune_adaptive.config.components import COMPONENT
@@ -29,8 +28,6 @@ from torchtune_adaptive.lifecycle.run_state import THIS_RUN
 def build_checkpointer(cfg: DictConfig, staging: Path, files: Files | None) -> Checkpointer:
     """Build torchtune's checkpointer, which reads the files to resume from and writes to the staging directory."""
     section = section_writing_to(cfg, "checkpointer", staging)
-    if "checkpoint_files" in cfg.checkpointer:
-        file_names(cfg.checkpointer.checkpoint_files)
     if files is not None:
         # torchtune looks for an adapter in the last epoch of output_dir, and fails if there is no folder of an epoch
         (staging / "epoch_0").mkdir(parents=True, exist_ok=True)

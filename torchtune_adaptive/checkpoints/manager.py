@@ -71,9 +71,6 @@ class CheckpointManager:
         self._directory = start.directory
         self._settings = settings
         self._serial = start.serial
-        # never prune the checkpoint that the config names, because torchrun may restart the command after a failure
-        named = start.files if settings.resume_from_checkpoint is True else None
-        self._never_pruned = named.folder.name if named else None
         self._checkpointer = build(settings.config, self._directory.staging, start.files)
         self._identity = identity_of(settings.config, contents.recipe)
         self._random_state_folder = start.files.folder if start.files else None  # folder of the random state to restore
@@ -193,7 +190,7 @@ class CheckpointManager:
         store.publish(self._directory, written, progress.name_of_checkpoint())
         self._serial += 1
         try:
-            store.prune(self._directory.path, self._settings.keep_last_n_checkpoints, self._never_pruned)
+            store.prune(self._directory.path, self._settings.keep_last_n_checkpoints)
         except OSError as error:  # only a warning, because the new checkpoint is complete
             logger.warning(
                 "older checkpoints in %s could not be removed: %s", self._directory.path, error.strerror or error

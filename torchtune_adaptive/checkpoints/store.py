@@ -217,7 +217,7 @@ def publish(directory: OutputDirectory, staged: Path, name: str) -> None:
     sync(directory.path)
 
 
-def prune(directory: Path, keep_last: int | None, resumed_from: str | None) -> None:
+def prune(directory: Path, keep_last: int | None, resumed_from: str | None = None) -> None:
     """Remove complete checkpoints, except the newest `keep_last`, `resumed_from`, the best, and those of finished runs.
     Does nothing if `keep_last` is None."""
     complete = [(found.path, found.manifest) for found in find_checkpoints(directory) if found.manifest]

@@ -245,14 +245,12 @@ class Settings:
     clip_grad_norm: float | str | None = setting(ABOVE_ZERO | one_of("inf") | NULL, None)
     compile: bool = setting(BOOL, False)
 
-    resume_from_checkpoint: bool | str = setting(BOOL | one_of(AUTO), False)
-    """`auto`: resume from the newest complete checkpoint in `output_dir`, or start if it has none. `True`: resume from
-    the files that the config names, as in torchtune"""
+    resume_from_checkpoint: bool | str = setting(one_of(False, AUTO), False)
+    """`auto`: resume from the newest complete checkpoint in `output_dir`, or start if it has none"""
     save_every_n_steps: int | None = setting(COUNT | NULL, None)
     """save a checkpoint every N steps, in addition to the one at the end of each epoch"""
     keep_last_n_checkpoints: int | None = setting(COUNT | NULL, None)
-    """keep the newest N checkpoints and remove older ones. The last checkpoint of a finished run is always kept, and so
-    is the one that `resume_from_checkpoint: True` loaded"""
+    """keep the newest N checkpoints and remove older ones. The last checkpoint of a finished run is always kept"""
     enable_async_checkpointing: bool = setting(BOOL, False)
     save_adapter_weights_only: bool = setting(BOOL, False)
 

@@ -217,28 +217,6 @@ def test_options_unsupported_with_lora_are_refused_before_training(
     assert_mentions(message(LORA, override), *parts)
 
 
-def test_resuming_without_a_checkpoint_is_refused(message: Start) -> None:
-    for kind in (FULL, LORA):
-        text = message(kind, "resume_from_checkpoint=True")
-        assert_mentions(text, "resume_from_checkpoint is True", f"runs/demo/{kind}", "=auto needs no names")
-
-
-def test_resuming_a_finished_run_is_refused(message: Start) -> None:
-    files = "checkpointer.checkpoint_files=[epoch_0/model-00001-of-00001.bin]"
-    start_in_process(FULL, "--config", "adaptive/demo/full", "epochs=2", SMALL, train=True)
-    text = message(FULL, "resume_from_checkpoint=True", "epochs=1", SMALL, files)
-    assert_mentions(text, "epochs is 1", "already has 1", "raise epochs")
-
-
-def test_resuming_lora_without_its_adapter_is_refused(message: Start, tmp_path: Path) -> None:
-    start_in_process(LORA, "--config", "adaptive/demo/lora", "epochs=2", SMALL, train=True)
-    for adapter in (tmp_path / "runs/demo/lora").glob("epoch_*/adapter_model.pt"):
-        adapter.unlink()
-    files = "checkpointer.checkpoint_files=[epoch_0/model-00001-of-00001.bin]"
-    text = message(LORA, "resume_from_checkpoint=True", "epochs=2", SMALL, files)
-    assert_mentions(text, "adapter_model.pt", "resume_from_checkpoint is True")
-
-
 A_SLIP = "batch_szie is not a known key: did you mean batch_size?"
 
 

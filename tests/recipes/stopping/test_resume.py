@@ -48,7 +48,8 @@ def run_both(name: str, folder: Path) -> None:
     run_ours(case.kind, demo_config(case.kind, folder / "whole", *overrides))
     with stopped_before_epoch(1):
         run_ours(case.kind, demo_config(case.kind, folder / "resumed", *overrides))
-    resume = (*overrides, *case.resume_arguments, "resume_from_checkpoint=True")
+    mode = "True" if case.then is run_stock else "auto"
+    resume = (*overrides, *case.resume_arguments, f"resume_from_checkpoint={mode}")
     case.then(case.kind, demo_config(case.kind, folder / "resumed", *resume))
 
 
