@@ -8,7 +8,6 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import torch
@@ -29,7 +28,6 @@ from torchtune_adaptive.formatting import count_of, format_bytes
 from torchtune_adaptive.lifecycle.console import progress_bar
 from torchtune_adaptive.lifecycle.run_state import THIS_RUN, RunPhase
 from torchtune_adaptive.report.journal import EPOCH, SCHEDULE, VALIDATION, Event, Journal
-from torchtune_adaptive.report.pictures import draw_run
 
 logger = logging.getLogger(__name__)
 
@@ -180,7 +178,7 @@ class Metrics:
             self._logger_failed = True
 
     def close(self, progress: Progress) -> None:
-        """Log the first and the last loss and the best validation, and draw the picture of the run."""
+        """Log the first and the last loss and the best validation."""
         if not self._shown:
             return
         step, first = self._first
@@ -193,7 +191,6 @@ class Metrics:
             logger.info("%s%s: %s -> %s%s, checkpoints in %s", what, since, first, self._latest, skipped, directory)
         with suppress(OSError):
             self._logger.close()
-        draw_run(Path(self._settings.output_dir))
 
 
 class LossWatch:

@@ -249,7 +249,7 @@ class TrainingLoop:
         self.run.checkpoints.save(progress, self.model, self.optimization.optimizer, loader_state)
 
     def close(self) -> None:
-        """Collective: draw the picture of the run, and leave the process group."""
+        """Collective: log the end of the run, and leave the process group."""
         self.run.checkpoints.close()
         self.stages.training.close()
         self.run.metrics.close(self.run.progress)

@@ -9,12 +9,13 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
+from tests.timeline import read_timeline
 from tests.unit.tune.minimal_config import NEEDED
 from torchtune_adaptive.checkpoints.progress import EpochSizes, Progress
 from torchtune_adaptive.config.keys import Settings
 from torchtune_adaptive.engine.limits import RowLimit
 from torchtune_adaptive.errors import NotLearningError
-from torchtune_adaptive.report.journal import EPOCH, SCHEDULE, Journal, read_timeline
+from torchtune_adaptive.report.journal import EPOCH, SCHEDULE, Journal
 from torchtune_adaptive.tune import metrics
 from torchtune_adaptive.tune.metrics import LossWatch, Metrics, record_epoch
 
