@@ -36,7 +36,6 @@ from torchtune_adaptive.tune.images import with_equal_tiles
 from torchtune_adaptive.tune.metrics import LossWatch, Metrics, StepProfiler, record_epoch
 from torchtune_adaptive.tune.optimizer import Optimization
 from torchtune_adaptive.tune.samples import Sample
-from torchtune_adaptive.tune.schedule import log_left_out
 from torchtune_adaptive.tune.validation import LOSS, Validation
 
 StepSamples = tuple[list[Sample], list[Sample] | None]
@@ -191,7 +190,6 @@ class TrainingLoop:
             later = self.schedule.epochs[run.progress.epochs_run + 1 :]
             for samples, upcoming in run.metrics.epoch(sizes, later, steps, run.progress.steps_in_epoch, unit):
                 yield Step(run.progress.step + 1, samples, upcoming)
-            log_left_out(sizes, run.progress, self.data.loader)
             run.progress = run.progress.after_epoch(sizes)
             self._losses.worth_saving(ends_epoch=True)
             self.save()
