@@ -1,7 +1,6 @@
 """User errors give one message with the key, its value and the allowed values."""
 
 import re
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,7 +15,6 @@ from torchtune_adaptive.errors import ConfigError
 FULL, LORA = "full", "lora"
 SMALL = "dataset.samples=16"
 COUNT = "a whole number of at least 1"
-TP_PLAN = "tensor_parallel_plan._component_=torchtune.models.llama3.base_llama_tp_plan"
 
 Start = Callable[..., str]
 
@@ -60,20 +58,6 @@ def test_malformed_file_is_named_with_its_error(message: Start, tmp_path: Path, 
     assert_mentions(message(FULL, config=str(path)), *named, *parts)
 
 
-@pytest.mark.parametrize(
-    ("name", "wanted"),
-    [
-        ("adaptive/llama3_2/1B_ful", " adaptive/llama3_2/1B_full"),
-        ("llama3_2/1B_ful", " llama3_2/1B_full"),
-        ("/nowhere/x.yaml", "tune-adaptive ls"),
-    ],
-)
-def test_unknown_config_lists_similar_ones_or_the_command_that_lists_all(
-    message: Start, name: str, wanted: str
-) -> None:
-    assert_mentions(message(FULL, config=name), f"--config {name}", wanted)
-
-
 @pytest.mark.parametrize("arguments", [[], ["--config"], ["epochs=1"]])
 def test_missing_config_is_an_error(arguments: list[str]) -> None:
     with pytest.raises(ConfigError, match=r"--config is missing"):
@@ -112,11 +96,6 @@ def test_bad_override_is_named(message: Start, override: str, parts: list[str]) 
 )
 def test_wrong_value_is_named_with_the_allowed_values(message: Start, override: str, parts: list[str]) -> None:
     assert_mentions(message(FULL, override, SMALL), *parts)
-
-
-def test_world_size_not_divisible_by_tensor_parallel_dim_is_refused(message: Start) -> None:
-    text = message(FULL, "tensor_parallel_dim=2", TP_PLAN, "optimizer.fused=False")
-    assert_mentions(text, "tensor_parallel_dim 2 must equal the world size, which is 1", "--nproc_per_node")
 
 
 @pytest.mark.parametrize(
@@ -162,25 +141,6 @@ def test_component_that_cannot_be_built_is_named(message: Start, override: str, 
     assert_mentions(message(FULL, *override.split(), SMALL), *parts)
 
 
-def leave(*args: object, **keys: object) -> None:
-    """A component that ends the process."""
-    sys.exit(0)
-
-
-LEAVE = f"{__name__}.leave"
-
-
-@pytest.mark.parametrize(
-    ("key", "value", "parts"),
-    [
-        ("metric_logger", LEAVE, ["metric_logger could not be built", "SystemExit"]),
-        ("optimizer", LEAVE, ["optimizer could not be built", "SystemExit"]),
-    ],
-)
-def test_component_that_exits_with_success_is_named(message: Start, key: str, value: str, parts: list[str]) -> None:
-    assert_mentions(message(FULL, SMALL, "adaptive.max_batch_size=8", f"{key}={value}"), *parts)
-
-
 def test_missing_data_file_is_named(message: Start) -> None:
     data = (
         "dataset=torchtune.datasets.instruct_dataset",
@@ -201,20 +161,6 @@ def test_missing_data_file_is_named(message: Start) -> None:
 )
 def test_weights_of_another_model_are_refused(message: Start, kind: str, override: str, found: str) -> None:
     assert_mentions(message(kind, override), "checkpointer: the weights do not match the model", found)
-
-
-@pytest.mark.parametrize(
-    ("override", "parts"),
-    [
-        ("optimizer_in_bwd=True", ["optimizer_in_bwd is True", "allowed is False"]),
-        ("~model.lora_rank", ["model.lora_rank is missing", COUNT]),
-        ("model.lora_attn_modules=[query]", ["model.lora_attn_modules is ['query']", "q_proj"]),
-    ],
-)
-def test_options_unsupported_with_lora_are_refused_before_training(
-    message: Start, override: str, parts: list[str]
-) -> None:
-    assert_mentions(message(LORA, override), *parts)
 
 
 A_SLIP = "batch_szie is not a known key: did you mean batch_size?"
