@@ -136,6 +136,29 @@ def test_failure_on_probation_reverts_growth_and_doubles_the_wait():
     assert run.events[-1].reason.endswith("step repeated; 80 steps until the next try")
 
 
+def test_thrashing_on_probation_reverts_growth_and_doubles_the_wait():
+    run = Run()
+    run.out_of_memory()
+    run.quiet(AFTER)
+    run.retries(2)
+    assert (run.rows, run.kinds) == (4, [RECOVERY, GROWTH, THRASHING])
+    run.quiet(2 * AFTER - 1)
+    assert run.rows == 4
+    run.quiet()
+    assert run.rows == 8
+
+
+def test_failure_after_probation_is_an_ordinary_one():
+    run = Run()
+    run.out_of_memory()
+    run.quiet(AFTER)
+    run.out_of_memory()
+    run.quiet(2 * AFTER + AFTER)
+    run.out_of_memory()
+    run.quiet(AFTER)
+    assert run.rows == 8
+
+
 def test_allowed_size_is_the_bound_and_a_failed_size_is_remembered():
     run = Run()
     run.out_of_memory()
@@ -230,6 +253,14 @@ def test_row_that_fails_alone_is_retried_before_the_limit_shrinks(limit: Limit, 
     assert "1 row of 600 tokens does not fit and cannot be made smaller" in last.reason
 
 
+def test_row_that_fails_alone_is_retried_again_in_the_next_run_of_the_same_step():
+    governor = Governor(RowLimit(1), regrow_after=0)
+    for _ in range(2):  # updates of one iteration
+        governor.begin_step()
+        assert governor.out_of_memory(ALONE, step=3).kind == RECOVERY
+        assert governor.out_of_memory(ALONE, step=3).kind == EXHAUSTED
+
+
 def test_row_that_fails_alone_on_probation_reverts_growth():
     run = Run()
     run.out_of_memory()
@@ -249,6 +280,13 @@ def test_failure_of_several_rows_is_not_a_single_row_failure(order: tuple[int, i
     governor = Governor(RowLimit(8), regrow_after=0)
     governor.out_of_memory({rank: sizes[rank] for rank in order}, step=1)
     assert governor.limit == RowLimit(2)
+
+
+def test_limit_in_another_unit_starts_over():
+    governor = Governor(RowLimit(8), regrow_after=0)
+    governor.out_of_memory({0: MicrobatchSize(8, 16)}, step=1)
+    governor.allow(TokenLimit(4096))
+    assert governor.limit == TokenLimit(4096)
 
 
 def test_resumed_governor_waits_according_to_its_own_regrow_after():

@@ -22,7 +22,7 @@ from tests.simulated_memory import (
     roundings,
 )
 from torchtune_adaptive.engine.limits import MAX_ROWS, Surface, candidate_rows
-from torchtune_adaptive.engine.search import STRATEGIES, fit_line
+from torchtune_adaptive.engine.search import STRATEGIES, History, Peak, Probe, fit_line
 from torchtune_adaptive.errors import OneRowDoesNotFitError
 
 
@@ -232,6 +232,12 @@ def test_memory_that_grows_faster_than_rows_is_searched_completely(strategy: str
     assert result.unrounded_rows >= result.rows
 
 
+def test_fitting_rows_above_a_failed_size_are_not_trusted() -> None:
+    probes = [Probe(rows=rows, peak=Peak({"step": rows}, fits=rows != 4)) for rows in (1, 8, 4)]
+    history = History(10, range(1, 11), 10, probes=tuple(probes))
+    assert (history.accepted_rows, history.too_many) == (1, 4)
+
+
 def llama_8b(rows: int) -> dict[str, int]:
     """Measured by tracing: activation checkpointing, 2048 tokens, 8 ranks."""
     return {
@@ -285,3 +291,10 @@ def test_line_goes_through_the_largest_measurement_with_the_steepest_slope(
     points: dict[int, int], line: Surface
 ) -> None:
     assert fit_line(points) == line
+
+
+def test_lines_of_the_result_equal_the_memory_function() -> None:
+    result = Device(affine((900, 7), (100, 50)), 3000 * MIB).search(round_to="none")
+    assert result.lines["phase 0"] == Surface(900 * MIB, 7 * MIB)
+    assert result.lines["phase 1"] == Surface(100 * MIB, 50 * MIB)
+    assert result.unrounded_rows == pytest.approx(58)
