@@ -33,7 +33,8 @@ demo: $(READY)
 	rm -rf runs/demo/full runs/demo/lora
 	$(BIN)/tune run --nproc_per_node 2 adaptive_full_finetune_distributed --config adaptive/demo/full
 	$(BIN)/tune run --nproc_per_node 2 adaptive_lora_finetune_distributed --config adaptive/demo/lora
-	@echo 'What happened: runs/demo/full/adaptive_report.png. Next: . $(BIN)/activate, then README, section 1'
+	$(BIN)/python examples/draw_run.py runs/demo/full
+	@echo 'Next: . $(BIN)/activate, then README, section 1'
 
 # preference training (DPO): of all weights with a reference model, then of adapters, with the base model as the reference
 demo-dpo: $(READY)

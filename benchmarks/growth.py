@@ -19,7 +19,7 @@ from benchmarks.results import Result
 from tests.ranks import run_on_ranks
 from tests.recipes.recorders import read_log
 from tests.recipes.running import demo_config, run_ours
-from torchtune_adaptive.report.journal import read_timeline
+from tests.timeline import read_timeline
 
 SEEDS = (0, 1, 2)
 SAMPLES, EPOCHS = 1024, 4

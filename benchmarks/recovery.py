@@ -177,10 +177,7 @@ RECIPE = (
     "use_maximum_batch_size=False",
     "adaptive=null",
 )
-RESUMED = (
-    "resume_from_checkpoint=True",
-    "checkpointer.checkpoint_files=[epoch_0/model-00001-of-00001.bin]",
-)
+RESUMED = ("resume_from_checkpoint=auto",)
 
 
 def measure_restart(pairs: int) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from torch.distributed.fsdp import fully_shard
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from torchtune_adaptive import (
+    MemoryMeter,
     RowLimit,
     SampleKind,
     StepRunner,
@@ -21,7 +22,6 @@ from torchtune_adaptive import (
     find_max_batch_size,
     search_table,
 )
-from torchtune_adaptive.testing import FaultInjector, memory_cap
 
 LENGTH, STEPS = 64, 6
 IGNORED = -100
@@ -86,15 +86,18 @@ step = TrainingStep(
     },  # a phase ends with each of these modules; with them, a search needs fewer probes
 )
 # Simulates the memory of a GPU. On a GPU, omit it: find_max_batch_size measures the GPU by default.
-with memory_cap(20_000_000, [*model.parameters(), *model.buffers()]) as memory:
+memory = MemoryMeter(20_000_000)
+memory.count([*model.parameters(), *model.buffers()])
+with memory:
     found = find_max_batch_size(step, memory=memory)  # the same on all ranks; the model stays unchanged
     if rank == 0:
         print(search_table(found, LENGTH))
 runner.use_limit(RowLimit(found.rows))
-# Simulates an out-of-memory error of a GPU, on rank 1 in the 40th operation of step 3.
-with FaultInjector(runner).fail_at(rank=1, step=3, operation=40):
-    torch.manual_seed(rank)
+torch.manual_seed(rank)
+with memory:
     for number in range(1, STEPS + 1):
+        if rank == 1 and number == 3:  # simulates another process that takes memory of this GPU
+            memory.cap_bytes = memory.peak_bytes * 3 // 4
         result = runner.run([sample() for _ in range(found.rows)], step=number)
         with runner.committing("the update", last_checkpoint=None):
             update(result)

@@ -14,10 +14,8 @@ from torchtune_adaptive.config.remedies import KEYS_IN_PPO
 from torchtune_adaptive.lifecycle.entry_point import DictConfig, run_recipe
 from torchtune_adaptive.rl.generation import Generate
 from torchtune_adaptive.rl.grpo import (
-    EqualRewardsWatch,
     add_advantages,
     build_policy,
-    cause_of_update,
     figures_of_update,
     grpo_stages,
 )
@@ -52,24 +50,20 @@ class AdaptiveGRPOFullFinetuneDistributed:
         stages = grpo_stages(policy, generate, settings, grpo, devices)
         self.iterations = Iterations(run, policy, optimization, tokenizer, stages, grpo)
         self.loop, self.stages = self.iterations.loop, self.iterations.stages
-        self.signal = EqualRewardsWatch()
 
     def train(self) -> None:
         """Collective: run the remaining steps and save checkpoints."""
         with self.loop.training("iterations") as steps:
             for step in steps:
                 self.iterations.finish(step.number, self.iterate(step.samples, step.number))
-        self.signal.warn()
 
     def iterate(self, prompts: Sequence[Sample], number: int) -> dict[str, float]:
         """Collective: generate and score answers, update the models, and return the figures to log."""
         grpo, rollouts = self._grpo, self.iterations.generate_and_score(prompts, number)
         divisor, figures = add_advantages(rollouts, grpo)
-        self.signal.record(has_signal=figures["groups_without_signal"] < len(rollouts) / grpo.grpo_samples)
         for own in updates_of(rollouts, grpo.answers, grpo.ppo_epochs, self.run.progress.seed):
             policy = self.stages.run_stage(TRAIN_POLICY, own, number)
-            of_update = figures_of_update(policy, divisor)
-            self.iterations.update(divisor, of_update, cause_of_update(rollouts, of_update, grpo.loss.kl_coeff))
+            self.iterations.update(divisor, figures_of_update(policy, divisor))
         return figures
 
     def cleanup(self) -> None:

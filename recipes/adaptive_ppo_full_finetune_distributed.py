@@ -22,7 +22,7 @@ from torchtune_adaptive.rl.ppo import (
 )
 from torchtune_adaptive.rl.rollouts import updates_of
 from torchtune_adaptive.rl.settings import PPO_KEYS, TRAINED_FILES, read_ppo_settings
-from torchtune_adaptive.rl.stages import TRAIN_POLICY, TRAIN_VALUE, cause_of_stages
+from torchtune_adaptive.rl.stages import TRAIN_POLICY, TRAIN_VALUE
 from torchtune_adaptive.tune.optimizer import build_optimization
 from torchtune_adaptive.tune.samples import Sample
 from torchtune_adaptive.tune.training_loop import Run
@@ -62,9 +62,7 @@ class AdaptivePPOFullFinetuneDistributed:
             value = self.stages.run_stage(TRAIN_VALUE, own, number)
             policy = self.stages.run_stage(TRAIN_POLICY, own, number)
             summed_over = {"value": value.target_tokens, "policy": policy.target_tokens}
-            of_update = figures_of_update(value, policy, ppo.loss)
-            losses = {TRAIN_VALUE: of_update["value_loss"], TRAIN_POLICY: of_update["policy_loss"]}
-            self.iterations.update(summed_over, of_update, cause_of_stages(rollouts, losses))
+            self.iterations.update(summed_over, figures_of_update(value, policy, ppo.loss))
         return figures
 
     def cleanup(self) -> None:

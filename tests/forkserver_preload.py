@@ -22,7 +22,6 @@ for name in (
     "tests.searched_model",
     "torch.distributed.run",
     "torchtune._cli.tune",
-    "torchtune_adaptive.testing",
     *(path.stem for path in (ROOT / "recipes").glob("*.py")),
 ):
     import_module(name)

@@ -48,12 +48,6 @@ def read_json(path: Path) -> dict[str, Any] | None:
     return content
 
 
-def directory_id(path: Path) -> tuple[int, int]:
-    """Return device and inode of a directory, which a rename does not change. Raises OSError."""
-    status = path.stat()
-    return status.st_dev, status.st_ino
-
-
 def reason(error: BaseException) -> str:
     """Return the cause of an error in one line. For an OSError, the path is left out: the caller names it."""
     if isinstance(error, OSError) and error.strerror:

@@ -13,10 +13,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from tests.distributed.models import gradients_equal, gradients_of, runner_of
+from tests.fault_injection import FaultInjector
 from tests.gpu.real_steps import use
 from tests.ranks import run_on_ranks
 from torchtune_adaptive.engine.results import Totals
-from torchtune_adaptive.testing import FaultInjector
 
 ROWS, WIDTH, EVERY = 4, 64, 10
 """Memory runs out at every tenth operation."""

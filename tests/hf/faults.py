@@ -15,9 +15,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import Trainer
 
+from tests.fault_injection import FaultInjector
 from tests.hf.trainers import Counting, arguments, difference, train, use_fsdp2
 from torchtune_adaptive.hf import AdaptiveArguments, AdaptiveMixin
-from torchtune_adaptive.testing import FaultInjector
 
 COUNTED = 3
 """The step whose operations are counted; in each later step, one of them fails. Gradients are reduced as later."""

@@ -19,12 +19,12 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from tests.hf.trainers import Counting, Means, arguments, collate, tiny_llama, use_fsdp2
 from tests.ranks import run_on_ranks
+from torchtune_adaptive.engine.memory import MemoryMeter
 from torchtune_adaptive.engine.ranks import rank as engine_rank
 from torchtune_adaptive.errors import ConfigError, LimitExhaustedError
 from torchtune_adaptive.hf import AdaptiveArguments, AdaptiveMixin, AdaptiveTrainer
 from torchtune_adaptive.hf.evaluation import Evaluator
 from torchtune_adaptive.hf.samples import SAMPLES_KEY, KeepSamples
-from torchtune_adaptive.testing import memory_cap
 
 pytestmark = pytest.mark.timeout(300)
 SAMPLES = Counting(22)  # the last batch of 4 is incomplete
@@ -151,7 +151,7 @@ def test_evaluation_that_runs_out_of_memory_gives_the_results_of_stock(placement
 
 @pytest.mark.parametrize("base", [Trainer, Means], ids=["sum", "mean"])
 def test_evaluation_is_split_to_stay_within_the_memory_limit(base: type[Trainer], tmp_path: Path) -> None:
-    with memory_cap(1200 * 1024, tiny_llama().parameters()), pytest.raises(torch.OutOfMemoryError):
+    with MemoryMeter(1200 * 1024), pytest.raises(torch.OutOfMemoryError):
         evaluation_only(tmp_path, base=base)
     limited = evaluation_only(tmp_path, AdaptiveArguments(memory_limit="1200KiB"), base)
     assert limited == pytest.approx(evaluation_only(tmp_path, base=base), rel=1e-6)

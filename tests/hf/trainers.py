@@ -17,8 +17,8 @@ from torch.utils.data import Dataset
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments, set_seed
 from transformers.utils.logging import set_verbosity_error
 
+from tests.fault_injection import FaultInjector
 from torchtune_adaptive.hf import AdaptiveArguments, AdaptiveMixin
-from torchtune_adaptive.testing import FaultInjector
 
 LONGEST = 48
 STEPS = 6

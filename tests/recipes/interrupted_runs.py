@@ -64,9 +64,4 @@ def train_until(recipe: Any, runner: Any, stop_before: int | None) -> None:
         assert stop_before is None
 
 
-def resume_arguments(kind: str, epoch: int) -> list[str]:
-    """Return the arguments that a user adds to resume with this epoch."""
-    resume = ["resume_from_checkpoint=True"]
-    if kind.startswith("full"):
-        resume.append(f"checkpointer.checkpoint_files=[epoch_{epoch - 1}/model-00001-of-00001.bin]")
-    return resume
+RESUME = "resume_from_checkpoint=auto"

@@ -131,7 +131,7 @@ def test_config_of_an_unknown_recipe_is_refused(config: str) -> None:
 
 def test_config_with_images_is_refused() -> None:
     config = "llama3_2_vision/11B_full"
-    with pytest.raises(ConfigError, match=r"no images .* train with use_maximum_batch_size=True"):
+    with pytest.raises(ConfigError, match="no images"):
         read_request(read_config(locate(config), ["memory_limit=h100"]), config, ())
 
 

@@ -37,9 +37,9 @@ ROOMS_OF_TESTS = sorted(
     {path.parent for at in ("distributed", "recipes") for path in (ROOT / "tests" / at).rglob("test_*.py")}
 )
 
-GROUND = {"atomic_files", "dependencies", "errors", "failed_writes", "formatting", "rehearsal_flag"}
+GROUND = {"atomic_files", "dependencies", "errors", "formatting", "rehearsal_flag"}
 """Top-level modules that everything may import, and that import only one another."""
-DOORS = {"__init__", "testing"}
+DOORS = {"__init__"}
 """Top-level modules for users; within the project only tests import them."""
 
 ROOMS: dict[str, set[str]] = {
@@ -201,11 +201,6 @@ def test_only_one_module_uses_private_names_of_fsdp2() -> None:
         return any("._" in name for name in names if name.startswith("torch.distributed.fsdp."))
 
     assert {path for path in [*FILES, *RECIPES] if reaches_inside(path)} == {MODULES["engine.fsdp"]}
-
-
-def test_only_tests_inject_faults() -> None:
-    """Training code cannot reach fault injection."""
-    assert {name for name in MODULES if name != "testing" and "testing" in reached_from(name)} == set()
 
 
 def test_keys_of_a_pair_are_defined_in_one_place() -> None:

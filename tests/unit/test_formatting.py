@@ -4,17 +4,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchtune_adaptive.errors import ConfigError, check_choice
+from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.formatting import (
-    LONGEST_SHOWN,
-    count_of,
-    did_you_mean,
-    format_apart,
     format_bytes,
-    in_columns,
     parse_size,
     parse_sizes,
-    shown,
     size_for_rank,
 )
 
@@ -54,11 +48,6 @@ def test_list_gives_one_amount_per_rank() -> None:
         parse_sizes([], KEY)
 
 
-def test_bad_amount_in_a_list_is_named_by_its_rank() -> None:
-    with pytest.raises(ConfigError, match=r"memory_limit\[1\]: cannot read 'lots'"):
-        parse_sizes(["1GiB", "lots"], KEY)
-
-
 @pytest.mark.parametrize(("rank", "world_size"), [(0, 3), (2, 3), (0, 1)])
 def test_list_of_the_wrong_length_is_an_error_on_every_rank(rank: int, world_size: int) -> None:
     sizes = parse_sizes(["1GiB", "2GiB"], KEY)
@@ -75,59 +64,8 @@ def test_bytes_are_formatted_with_a_unit(count: int, text: str) -> None:
     assert format_bytes(count) == text
 
 
-@pytest.mark.parametrize(
-    ("first", "second", "texts"),
-    [
-        (3 * GIB, 2 * GIB, ("3.0 GiB", "2.0 GiB")),
-        (2.21 * 2**20, 2.19 * 2**20, ("2.21 MiB", "2.19 MiB")),
-        (2**20 + 1, 2**20, ("1.000001 MiB", "1.000000 MiB")),
-        (GIB, GIB, ("1.0 GiB", "1.0 GiB")),
-    ],
-)
-def test_different_amounts_are_formatted_differently(first: float, second: float, texts: tuple[str, str]) -> None:
-    assert format_apart(first, second) == texts
-
-
 @given(st.integers(1, 2**50))
 def test_formatted_amount_can_be_parsed(count: int) -> None:
     text = format_bytes(count)
     unit_bytes = parse_size(f"1{text.split()[1]}", KEY).bytes_of(2**60)
     assert abs(parse_size(text, KEY).bytes_of(2**60) - count) <= 0.05 * unit_bytes + 1
-
-
-@pytest.mark.parametrize(
-    ("count", "names", "phrase"),
-    [(1, ("row",), "1 row"), (0, ("row",), "0 rows"), (2, ("retry", "retries"), "2 retries")],
-)
-def test_count_agrees_with_its_noun(count: int, names: tuple[str, ...], phrase: str) -> None:
-    assert count_of(count, *names) == phrase
-
-
-@pytest.mark.parametrize(
-    ("name", "most", "hint"),
-    [
-        ("recover_from_omm", 1, "; did you mean recover_from_oom?"),
-        ("h10", 2, "; did you mean h100 or a10?"),
-        ("entirely different", 2, ""),
-    ],
-)
-def test_hint_names_similar_words_or_is_empty(name: str, most: int, hint: str) -> None:
-    assert did_you_mean(name, ["recover_from_oom", "h100", "a10", "4090"], most=most) == hint
-
-
-@pytest.mark.parametrize(("value", "text"), [(None, "null"), ("a", "'a'"), ({"a": 1}, "{'a': 1}"), (0.5, "0.5")])
-def test_value_is_shown_as_in_a_config(value: object, text: str) -> None:
-    assert shown(value) == text
-    assert shown("x" * 1000) == f"'{'x' * (LONGEST_SHOWN - 1)}..."
-
-
-def test_invalid_choice_is_named_with_the_allowed_ones() -> None:
-    check_choice("adaptive.search", "linear", ("linear", "binary"))
-    with pytest.raises(ConfigError, match=r"^adaptive.search: 'guess' is unknown; allowed: linear, binary$"):
-        check_choice("adaptive.search", "guess", ("linear", "binary"))
-
-
-def test_columns_are_as_wide_as_their_longest_cell() -> None:
-    assert in_columns([("rows", "peak", ""), (1, "1.5 GiB", "<- chosen"), (16, "-", "")]) == (
-        "  rows   peak\n  1      1.5 GiB   <- chosen\n  16     -"
-    )

@@ -1,18 +1,14 @@
-"""The identity of a run: config values and frozen weights that must not change when the run resumes."""
+"""The identity of a run: the config values that must not change when the run resumes."""
 
 from __future__ import annotations
 
 import json
-import os
-import zlib
 from collections.abc import Mapping
-from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
-from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf
 
 from torchtune_adaptive.config.keys import value_at
-from torchtune_adaptive.errors import ConfigError
 
 RUN_KEYS = (
     "model",
@@ -23,7 +19,6 @@ RUN_KEYS = (
     "batch_size",
     "gradient_accumulation_steps",
     "optimizer",
-    "optimizer_in_bwd",
     "reward_and_value_model",
     "reward_model",
     "ppo_epochs",
@@ -34,85 +29,33 @@ RUN_KEYS = (
     "top_k",
     "stop_token_ids",
 )
-DATA_KEYS = "dataset", "shuffle"
 MAY_BE_LOWERED = "tokenizer.max_seq_len"
 """May change, because out-of-memory errors advise to lower it."""
-NOT_TRAINED = {
-    "ref_policy_checkpointer": "reference weights",
-    "ref_checkpointer": "reference weights",
-    "reward_checkpointer": "reward weights",
-}
-"""Maps a config section of frozen weights to their name in messages."""
-ENDS_BYTES = 2**22
-"""Number of bytes that a fingerprint reads at each end of a file."""
-
-
-def saves_adapters(recipe: str) -> bool:
-    """Return True if a recipe trains adapters. Recipes without adapters cannot resume from its checkpoints."""
-    return recipe.startswith("lora")
 
 
 def identity_of(cfg: DictConfig, recipe: str) -> dict[str, object]:
-    """Return the values that must not change, by dotted key. Call it on rank 0 only, because it reads large files."""
+    """Return the values that must not change, by dotted key."""
     values = {key: value_at(cfg, key) for key in RUN_KEYS}
     plain = {
         key: OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
         for key, value in values.items()
     }
     flat = _flat({"recipe": recipe, **plain})
-    for section, name in NOT_TRAINED.items():
-        flat |= weights_in(name, cfg.get(section))
-    if saves_adapters(recipe):
-        flat |= weights_in("frozen weights", cfg.get("checkpointer"))
     flat.pop(MAY_BE_LOWERED, None)
     if recipe == "full_ppo":  # PPO uses this key only to split a step into microbatches
         flat.pop("gradient_accumulation_steps", None)
     return cast(dict[str, object], json.loads(json.dumps(flat, default=str)))  # as in a manifest: keys are strings
 
 
-def weights_in(name: str, section: Any) -> dict[str, object]:
-    """Return a fingerprint of the content of each of a checkpointer's files. Paths may change when a run resumes."""
-    names = section.get("checkpoint_files") if isinstance(section, DictConfig) else None
-    if not isinstance(names, ListConfig | DictConfig):
-        return {}
-    paths = {file: Path(str(section.get("checkpoint_dir"))) / file for file in file_names(names)}
-    return {
-        f"{name} in {file}": _fingerprint(path) if os.path.isfile(path) else "missing" for file, path in paths.items()
-    }
-
-
-def file_names(value: object, key: str = "checkpointer") -> list[str]:
-    """Return the names in `checkpoint_files`: a list, or torchtune's short form with a format and a maximum."""
-    plain = OmegaConf.to_container(value) if OmegaConf.is_config(value) else value
-    if isinstance(plain, list) and plain:
-        return [str(name) for name in plain]
-    if isinstance(plain, dict) and {"filename_format", "max_filename"} <= plain.keys():
-        last = str(plain["max_filename"])
-        numbers = (str(number).zfill(len(last)) for number in range(1, int(last) + 1))
-        return [str(plain["filename_format"]).format(number, last) for number in numbers]
-    raise ConfigError(f"{key}.checkpoint_files is {plain!r}: allowed is a list of names")
-
-
-def difference(current: Mapping[str, object], saved: Mapping[str, object], ignored: tuple[str, ...] = ()) -> str | None:
-    """Describe the keys that differ, with both values, or return None. If the recipe differs, ignore other keys, and
-    in any case those that begin with one of `ignored`."""
+def difference(current: Mapping[str, object], saved: Mapping[str, object]) -> str | None:
+    """Describe the keys that differ, with both values, or return None. If the recipe differs, ignore other keys."""
     another_recipe = current.get("recipe") != saved.get("recipe")
     changed = []
     for key in ["recipe"] if another_recipe else sorted(current.keys() | saved.keys()):
         now, before = (repr(values[key]) if key in values else "not set" for values in (current, saved))
-        if now != before and current.get(key) != saved.get(key) and not key.startswith(ignored):  # NaN differs from NaN
+        if now != before and current.get(key) != saved.get(key):  # NaN differs from NaN
             changed.append(f"{key} is {now}, but was {before}")
     return ", and ".join(changed) or None
-
-
-def _fingerprint(path: Path) -> str:
-    """Return the size of a file and a checksum of its first and last bytes."""
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        crc32 = zlib.crc32(file.read(ENDS_BYTES))
-        file.seek(max(file.tell(), size - ENDS_BYTES))
-        crc32 = zlib.crc32(file.read(), crc32)
-    return f"{size} bytes, CRC-32 {crc32:08x}"
 
 
 def _flat(values: object, prefix: str = "") -> dict[str, object]:

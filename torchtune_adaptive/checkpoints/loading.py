@@ -13,10 +13,8 @@ from typing import Any, cast
 import torch.distributed as dist
 from omegaconf import DictConfig, OmegaConf
 from torchtune import training
-from torchtune.training.checkpointing._utils import SUFFIXES_TO_NOT_COPY
 
 from torchtune_adaptive.checkpoints import store
-from torchtune_adaptive.checkpoints.identity import file_names
 from torchtune_adaptive.checkpoints.store import Checkpointer, Files, State
 from torchtune_adaptive.config import components
 from torchtune_adaptive.config.components import COMPONENT
@@ -30,9 +28,6 @@ from torchtune_adaptive.lifecycle.run_state import THIS_RUN
 def build_checkpointer(cfg: DictConfig, staging: Path, files: Files | None) -> Checkpointer:
     """Build torchtune's checkpointer, which reads the files to resume from and writes to the staging directory."""
     section = section_writing_to(cfg, "checkpointer", staging)
-    check_copied_files(cfg.checkpointer)
-    if "checkpoint_files" in cfg.checkpointer:
-        file_names(cfg.checkpointer.checkpoint_files)
     if files is not None:
         # torchtune looks for an adapter in the last epoch of output_dir, and fails if there is no folder of an epoch
         (staging / "epoch_0").mkdir(parents=True, exist_ok=True)
@@ -98,18 +93,3 @@ def _check_directory(section: DictConfig, key: str) -> None:
             f"{key}.checkpoint_dir is {directory!r}, which is not a directory: "
             "download the weights first (tune download) or correct the path"
         )
-
-
-def check_copied_files(section: DictConfig) -> None:
-    """Raise ConfigError if a file next to the weights cannot be read, because torchtune copies it in every save."""
-    if not str(section.get(COMPONENT)).startswith("torchtune"):
-        return
-    for root, folders, files in os.walk(str(section.checkpoint_dir)):
-        folders[:] = [name for name in folders if not name.startswith(".")]
-        for path in (Path(root, name) for name in files):
-            copied = not path.name.startswith(".") and not path.name.endswith(tuple(SUFFIXES_TO_NOT_COPY))
-            if copied and not (os.access(path, os.R_OK) and path.is_file()):
-                raise ConfigError(
-                    f"checkpointer.checkpoint_dir: every save copies {path}, but it cannot be read, or is no "
-                    "file: repair or remove it"
-                )

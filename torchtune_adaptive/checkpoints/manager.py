@@ -18,12 +18,12 @@ import torch
 import torch.distributed as dist
 from omegaconf import DictConfig
 from torch import nn
+from torch.optim import Optimizer
 from torchtune import training
 from torchtune.utils import get_logger
 
 from torchtune_adaptive.checkpoints import loading, store
 from torchtune_adaptive.checkpoints.contents import (
-    AnyOptimizer,
     Contents,
     RandomState,
     capture_random_state,
@@ -44,7 +44,6 @@ from torchtune_adaptive.engine.oom import fatal_on_oom, is_oom
 from torchtune_adaptive.engine.ranks import from_all_ranks
 from torchtune_adaptive.engine.snapshot import RngState
 from torchtune_adaptive.errors import CheckpointError, NotLearningError, Remedy, RunStopped, UnrecoverableError
-from torchtune_adaptive.failed_writes import cause_of_failed_write, python_opens_files
 from torchtune_adaptive.formatting import format_bytes
 from torchtune_adaptive.lifecycle.console import log_if_slow, log_rank_0
 from torchtune_adaptive.lifecycle.run_state import THIS_RUN, RunPhase, now
@@ -72,12 +71,8 @@ class CheckpointManager:
         self._directory = start.directory
         self._settings = settings
         self._serial = start.serial
-        # never prune the checkpoint that the config names, because torchrun may restart the command after a failure
-        named = start.files if settings.resume_from_checkpoint is True else None
-        self._never_pruned = named.folder.name if named else None
         self._checkpointer = build(settings.config, self._directory.staging, start.files)
-        # for the manifest, on rank 0; computed after `build`, which in the demo creates files that this reads
-        self._identity = identity_of(settings.config, contents.recipe) if dist.get_rank() == 0 else {}
+        self._identity = identity_of(settings.config, contents.recipe)
         self._random_state_folder = start.files.folder if start.files else None  # folder of the random state to restore
         self._stop_requested = False
         THIS_RUN.newest_checkpoint = start.files.folder if start.files else None
@@ -127,7 +122,7 @@ class CheckpointManager:
         return within_epoch and (stop_requested or (every is not None and progress.step % every == 0))
 
     def save(
-        self, progress: Progress, model: nn.Module, optimizer: AnyOptimizer, loader_state: Mapping[str, object]
+        self, progress: Progress, model: nn.Module, optimizer: Optimizer, loader_state: Mapping[str, object]
     ) -> None:
         """Collective: save a checkpoint, named after the step or the finished epoch. Raises CheckpointError."""
         if progress.finished:
@@ -144,20 +139,20 @@ class CheckpointManager:
             weights = gather_weights(self._contents.sharded(model), self._device)
         state = {**progress.recipe_state(), training.DATALOADER_KEY: dict(loader_state)}
 
-        def write() -> tuple[str | None, bool, bool]:
-            failure, directory_lost = None, False
+        def write() -> tuple[str | None, bool]:
+            failure = None
             try:
                 converted = self._contents.for_checkpointer(weights, model)
                 self._write(progress, {**converted, **state, training.OPT_KEY: optimizer_state}, list(random_states))
             except Exception as error:  # noqa: BLE001 - the other ranks wait for the outcome
-                failure, directory_lost = self._failure(name, error)
-            return failure, directory_lost, THIS_RUN.stop_requested()
+                failure = self._not_saved(name, describe_failure(error, self._directory.path))
+            return failure, THIS_RUN.stop_requested()
 
         stuck = self._not_saved(name, f"rank 0 has made no progress for {PATIENCE_S / 60:g} minutes")
-        failure, directory_lost, self._stop_requested = on_rank_0(write, if_stuck=(stuck, False, False))
-        if directory_lost:  # the earlier checkpoints were moved, or belong to another run
-            THIS_RUN.newest_checkpoint = THIS_RUN.record_directory = None
+        failure, self._stop_requested = on_rank_0(write, if_stuck=(stuck, False))
         if failure is not None:
+            if not self._directory.staging.is_dir():  # the directory may belong to another run now
+                THIS_RUN.record_directory = None
             self.close()
             raise CheckpointError(failure)
         THIS_RUN.newest_checkpoint = self._directory.path / name
@@ -168,15 +163,16 @@ class CheckpointManager:
     def _write(self, progress: Progress, state: State, random_states: list[RandomState]) -> None:
         """On rank 0: write the checkpoint into the staging directory, rename it to its place, and prune older ones."""
         epoch, staging = progress.epochs_run, self._directory.staging
+        if not staging.is_dir():
+            raise FileNotFoundError(f"{staging} is missing: another run may have started in the directory")
         options = {"adapter_only": True} if self._contents.adapter_only else {}
         torchtune_logger = get_logger()
         level = torchtune_logger.level
         torchtune_logger.setLevel(logging.WARNING)  # hides lines that name files in the staging directory
         written = staging / f"epoch_{epoch}"
         try:
-            with python_opens_files():
-                self._checkpointer.save_checkpoint(state, epoch=epoch, intermediate_checkpoint=True, **options)
-                torch.save(random_states, written / store.RANDOM_FILE)
+            self._checkpointer.save_checkpoint(state, epoch=epoch, intermediate_checkpoint=True, **options)
+            torch.save(random_states, written / store.RANDOM_FILE)
         finally:
             torchtune_logger.setLevel(level)
         os.replace(staging / store.RECIPE_STATE / store.RECIPE_STATE_FILE, written / store.RECIPE_STATE_FILE)
@@ -194,20 +190,11 @@ class CheckpointManager:
         store.publish(self._directory, written, progress.name_of_checkpoint())
         self._serial += 1
         try:
-            store.prune(self._directory.path, self._settings.keep_last_n_checkpoints, self._never_pruned)
+            store.prune(self._directory.path, self._settings.keep_last_n_checkpoints)
         except OSError as error:  # only a warning, because the new checkpoint is complete
             logger.warning(
                 "older checkpoints in %s could not be removed: %s", self._directory.path, error.strerror or error
             )
-
-    def _failure(self, name: str, error: Exception) -> tuple[str, bool]:
-        """On rank 0: return the message for a failed save, and whether the output directory is no longer this run's."""
-        directory = self._directory.path
-        try:
-            self._directory.check()
-        except store.DirectoryLost as lost:
-            return f"checkpoint {name} is not saved: {directory} {lost}", True
-        return self._not_saved(name, describe_failure(error, directory)), False
 
     def _not_saved(self, name: str, cause: str) -> str:
         place = self._directory.path
@@ -226,10 +213,11 @@ class CheckpointManager:
 
 def describe_failure(error: Exception, directory: Path) -> str:
     """Return the cause of a failed save, with a remedy if memory ran out, or else the free space of the disk."""
+    if not directory.exists():
+        return f"{directory} is gone ({in_a_line(error)})"
     if is_oom(error):
         return f"out of memory on rank {dist.get_rank()}: {' or '.join(KEYS[remedy] for remedy in REMEDIES)}"
-    text = cause_of_failed_write(error) or in_a_line(error)
-    return f"{text} ({format_bytes(shutil.disk_usage(directory).free)} free)"
+    return f"{in_a_line(error)} ({format_bytes(shutil.disk_usage(directory).free)} free)"
 
 
 def out_of_memory_in(name: str, error: Exception) -> UnrecoverableError:

@@ -12,7 +12,6 @@ from torchtune import training
 
 from torchtune_adaptive.checkpoints.store import Position
 from torchtune_adaptive.config.keys import Settings
-from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.lifecycle.console import log_rank_0
 
 TORCHTUNE_KEYS = {
@@ -74,8 +73,6 @@ class Progress:
     best_step: int | None = None
     """The step with the lowest validation loss."""
     dataset_samples: int | None = None
-    dataset_fingerprint: Mapping[str, Any] | None = None
-    """A resumed run compares it, to detect that the data has changed. None if there is no fingerprint."""
 
     @property
     def finished(self) -> bool:
@@ -124,17 +121,11 @@ class Progress:
         past = tuple(EpochSizes(**sizes) for sizes in other_fields.pop("past", ()))
         current = EpochSizes(**sizes) if (sizes := other_fields.pop("current_epoch", None)) else None
         saved = Progress(**torchtune_fields, past=past, current_epoch=current, **other_fields)
-        resumed = replace(saved, total_epochs=self.total_epochs)
-        if resumed.finished:
-            raise ConfigError(
-                f"epochs is {self.total_epochs}, but the checkpoint to resume from already has "
-                f"{resumed.epochs_run}: raise epochs, or set resume_from_checkpoint: False"
-            )
         for key in ("seed", "max_steps_per_epoch"):
             configured, kept = getattr(self, key), getattr(saved, key)
             if configured != kept:
                 log_rank_0(f"{key}: config {configured}, checkpoint {kept}; using {kept}")
-        return resumed
+        return replace(saved, total_epochs=self.total_epochs)
 
     def recipe_state(self) -> dict[str, object]:
         """Return the progress under torchtune's keys and `ADAPTIVE_KEY`."""

@@ -2,13 +2,11 @@
 
 resume_from_checkpoint: False    a fresh start, in an output directory without checkpoints
                         auto     from the newest intact checkpoint of this run, or fresh if it has none at all
-                        True     as in torchtune, from the checkpoint whose files the config names
 """
 
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -18,7 +16,7 @@ from typing import IO, TypeAlias
 import torch.distributed as dist
 
 from torchtune_adaptive.checkpoints import store
-from torchtune_adaptive.checkpoints.identity import DATA_KEYS, difference, file_names, identity_of, saves_adapters
+from torchtune_adaptive.checkpoints.identity import difference, identity_of
 from torchtune_adaptive.checkpoints.store import Files, FoundCheckpoint, Manifest, OutputDirectory
 from torchtune_adaptive.config.keys import AUTO, Settings
 from torchtune_adaptive.engine.ranks import from_all_ranks, from_rank_0
@@ -92,7 +90,7 @@ def decide(settings: Settings, recipe: str, steps: StepsOnRanks | None = None) -
         files, manifest = choose_checkpoint(settings, recipe, checkpoints, steps)
     except RunFinished:  # the run may have been killed after its last save, before it cleaned up
         with suppress(OSError):
-            store.prune(directory, settings.keep_last_n_checkpoints, None)
+            store.prune(directory, settings.keep_last_n_checkpoints)
             store.clean(directory)
         raise
     if files is not None:
@@ -115,22 +113,12 @@ def choose_checkpoint(
     settings: Settings, recipe: str, checkpoints: Sequence[FoundCheckpoint], steps: StepsOnRanks | None = None
 ) -> tuple[Files | None, Manifest | None]:
     """Return the files to resume from and their manifest, or None and None for a fresh start. Changes no file."""
-    named, candidates = settings.resume_from_checkpoint is True, list[FoundCheckpoint]()
-    if named:
-        candidates = [named_checkpoint(settings, recipe, checkpoints)]
-    elif settings.resume_from_checkpoint == AUTO:
-        candidates = [*checkpoints]
-    newest, skipped = store.newest_intact(candidates)
+    newest, skipped = store.newest_intact(checkpoints if settings.resume_from_checkpoint == AUTO else ())
     for checkpoint in skipped:
-        if named:
-            raise _not_found(f"{checkpoint.path} {checkpoint.fault}", settings)
         logger.warning("skipped: %s %s", checkpoint.path, checkpoint.fault)
     if newest is not None and newest.manifest is not None:
-        # between epochs, other data or another order would not repeat samples or skip others
-        between_epochs = named and newest.manifest.position.steps_in_epoch == 0
-        _check_same_run(newest.manifest, settings, recipe, data=not between_epochs)
-        if not named:
-            _check_unfinished(newest.path, newest.manifest, settings, steps)
+        _check_same_run(newest.manifest, settings, recipe)
+        _check_unfinished(newest.path, newest.manifest, settings, steps)
         return store.files_of(newest.path, newest.manifest), newest.manifest
     if checkpoints:
         raise _has_checkpoints(checkpoints, settings)
@@ -154,10 +142,9 @@ def _check_unfinished(path: Path, manifest: Manifest, settings: Settings, steps:
         )
 
 
-def _check_same_run(saved: Manifest, settings: Settings, recipe: str, *, data: bool = True) -> None:
-    """Raise ConfigError if the config is that of another run. Compares the dataset and its order only if `data`."""
-    ignored = () if data else DATA_KEYS
-    if changed := difference(identity_of(settings.config, recipe), saved.identity, ignored):
+def _check_same_run(saved: Manifest, settings: Settings, recipe: str) -> None:
+    """Raise ConfigError if the config is that of another run."""
+    if changed := difference(identity_of(settings.config, recipe), saved.identity):
         raise ConfigError(
             f"cannot resume: {changed} in the run whose checkpoints are in {settings.output_dir}; set it back, or "
             "start a new run with another output_dir"
@@ -187,36 +174,3 @@ def _check_shared(start: Start, settings: Settings) -> None:
         raise ConfigError(f"{message}; put it on a file system that all nodes mount")
     if dist.get_rank() == 0:
         logger.warning("%s; checkpoints are only on rank 0's node", message)
-
-
-def named_checkpoint(settings: Settings, recipe: str, checkpoints: Sequence[FoundCheckpoint]) -> FoundCheckpoint:
-    """Return the checkpoint whose files the config names for `resume_from_checkpoint: True`.
-
-    If the config names neither adapter nor state, as torchtune allows for adapters, this is the newest checkpoint.
-    """
-    directory, section = Path(settings.output_dir).absolute(), settings.config.checkpointer
-    adapter = [str(section.get("adapter_checkpoint") or "")] if saves_adapters(recipe) else None
-    names = [*(adapter or file_names(section.get("checkpoint_files"))), str(section.get("recipe_checkpoint") or "")]
-    paths = [directory / name for name in names if name]
-    folders = sorted({path.resolve().parent for path in paths})
-    if len(folders) > 1:
-        raise ConfigError(
-            "resume_from_checkpoint is True, but weights and state are from several checkpoints "
-            f"({', '.join(folder.name for folder in folders)}): name the files of one checkpoint, or remove "
-            "recipe_checkpoint"
-        )
-    for path in paths:
-        if not os.path.isfile(path):
-            raise _not_found(f"checkpointer names {path}, which does not exist", settings)
-    found = next((each for each in checkpoints if not folders or each.path.resolve() == folders[0]), None)
-    if found is None:
-        raise _not_found(f"{folders[0] if folders else directory} is or contains no checkpoint", settings)
-    return found
-
-
-def _not_found(fact: str, settings: Settings) -> ConfigError:
-    return ConfigError(
-        f"resume_from_checkpoint is True, but {fact}; resume_from_checkpoint=auto needs no names; names are relative "
-        f"to {Path(settings.output_dir).absolute()}, for example "
-        "checkpointer.checkpoint_files=[epoch_0/model-00001-of-00001.bin]"
-    )

@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol, get_origin, get_type_hints
 
-from torchtune_adaptive.atomic_files import DRAFTS, directory_id, read_json, sync
+from torchtune_adaptive.atomic_files import DRAFTS, read_json, sync
 from torchtune_adaptive.formatting import count_of, printable
 from torchtune_adaptive.rehearsal_flag import REHEARSAL
 
@@ -31,9 +31,6 @@ REMOVING = ".removing-"
 NAME = re.compile(r"(?:dist_)?epoch_\d+|step_\d+")
 """Names of checkpoint directories, including those that torchtune's recipes write."""
 MANIFEST_FILE = "adaptive_checkpoint.json"
-MARKER_FILE = "run"
-"""Name of the file that marks a run's staging directory. If the directory is removed, the next save recreates it
-without this file, and `OutputDirectory.check` notices."""
 RECIPE_STATE, RECIPE_STATE_FILE = "recipe_state", "recipe_state.pt"
 """torchtune writes `recipe_state/recipe_state.pt` next to its checkpoints; here, each one has a `recipe_state.pt`."""
 ADAPTER_FILE = "adapter_model.pt"
@@ -121,37 +118,19 @@ class FoundCheckpoint:
         return self.manifest.serial if self.manifest else -1
 
 
-class DirectoryLost(Exception):
-    """The output directory no longer belongs to this run. The message is a sentence without its subject, the path."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class OutputDirectory:
-    """The directory of a run's checkpoints, and how to recognize that it still belongs to this run. The lock is not
-    enough: if the directory is renamed, the lock moves with it, and another run may start under the old name."""
+    """The directory of a run's checkpoints."""
 
     path: Path
     mark: str
-    """The unique name of the run's staging directory."""
-    directory_id: tuple[int, int]
-    """Device and inode of the directory on rank 0's machine."""
+    """The unique name of the run's staging directory. If the directory is renamed, its lock moves with it, and another
+    run may start under the old name. Without the staging directory, this run then saves nothing there."""
 
     @property
     def staging(self) -> Path:
         """The directory in which this run writes its checkpoints, and no other run does."""
         return self.path / SAVING / self.mark
-
-    def check(self) -> None:
-        """Raise DirectoryLost if the directory was moved, removed or replaced, or if another run has cleaned it.
-        The inode number is not reused, because this run keeps the lock file in its directory open."""
-        with suppress(OSError):
-            if directory_id(self.path) == self.directory_id and (self.staging / MARKER_FILE).is_file():
-                return
-        raise DirectoryLost(
-            "no longer belongs to this run: it, or .saving in it, was moved, removed or replaced, or another run has "
-            "started in it; find the checkpoints (tune-adaptive status), then resume from where they are now "
-            "(output_dir=..., resume_from_checkpoint=auto), or start over in another output_dir"
-        )
 
     def remove_staging(self) -> None:
         """Remove this run's staging directory."""
@@ -161,10 +140,9 @@ class OutputDirectory:
 
 
 def mark_directory(path: Path) -> OutputDirectory:
-    """Create this run's staging directory, with its marker file, in an existing directory."""
-    marked = OutputDirectory(path=path.absolute(), mark=uuid.uuid4().hex, directory_id=directory_id(path))
+    """Create this run's staging directory in an existing directory."""
+    marked = OutputDirectory(path=path.absolute(), mark=uuid.uuid4().hex)
     marked.staging.mkdir(parents=True)
-    (marked.staging / MARKER_FILE).touch()
     return marked
 
 
@@ -223,14 +201,13 @@ def newest_intact(checkpoints: Sequence[FoundCheckpoint]) -> tuple[FoundCheckpoi
 
 
 def publish(directory: OutputDirectory, staged: Path, name: str) -> None:
-    """Fsync a complete checkpoint, and rename it from the staging directory to its place. Raises DirectoryLost."""
+    """Fsync a complete checkpoint, and rename it from the staging directory to its place."""
     if REHEARSAL.on:  # the weights are zeros, so no run may resume from them
         shutil.rmtree(staged, ignore_errors=True)
         return
     for path in sorted(staged.rglob("*")):
         sync(path)
     sync(staged)
-    directory.check()  # if the directory is replaced after this check, the rename below fails
     # There may be a checkpoint of this name: an incomplete one, or one that this run saved before it resumed from an
     # earlier checkpoint. If the run is killed between removal and rename, it resumes from the previous checkpoint.
     place = directory.path / name
@@ -240,7 +217,7 @@ def publish(directory: OutputDirectory, staged: Path, name: str) -> None:
     sync(directory.path)
 
 
-def prune(directory: Path, keep_last: int | None, resumed_from: str | None) -> None:
+def prune(directory: Path, keep_last: int | None, resumed_from: str | None = None) -> None:
     """Remove complete checkpoints, except the newest `keep_last`, `resumed_from`, the best, and those of finished runs.
     Does nothing if `keep_last` is None."""
     complete = [(found.path, found.manifest) for found in find_checkpoints(directory) if found.manifest]

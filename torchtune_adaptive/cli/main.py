@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from torchtune_adaptive.atomic_files import reason, replace_file
-from torchtune_adaptive.cli import report, status
+from torchtune_adaptive.cli import status
 from torchtune_adaptive.config.registry import RECIPES, file_of, supported_configs
 from torchtune_adaptive.config.remedies import KEYS
 from torchtune_adaptive.dependencies import RECIPES_EXTRA
@@ -100,7 +100,6 @@ COMMANDS = {
     "ls": Command(ls.__doc__, add_ls_arguments, ls),
     "cp": Command(cp.__doc__, add_cp_arguments, cp),
     "status": Command(status.__doc__, status.add_arguments, status.run),
-    "report": Command(report.__doc__, report.add_arguments, report.run),
     "plan": Command(plan.__doc__, plan.add_arguments, plan.run),
     "rehearse": Command(rehearse.__doc__, rehearse.add_arguments, rehearse.run, rehearse.FAILED),
 }

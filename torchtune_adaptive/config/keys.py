@@ -151,8 +151,7 @@ class AdaptiveConfig:
     """The `adaptive:` section."""
 
     recover_from_oom: bool = setting(BOOL, True)
-    """repeat a step in smaller microbatches after any rank runs out of memory; not possible with `optimizer_in_bwd`.
-    `False`: end the run instead"""
+    """repeat a step in smaller microbatches after any rank runs out of memory. `False`: end the run instead"""
     regrow_after: int = setting(COUNT_OR_0, 200)
     """raise a reduced limit by one size after this many steps without an out-of-memory error or a flush of the
     allocator's cache. 0: never raise it"""
@@ -246,14 +245,12 @@ class Settings:
     clip_grad_norm: float | str | None = setting(ABOVE_ZERO | one_of("inf") | NULL, None)
     compile: bool = setting(BOOL, False)
 
-    resume_from_checkpoint: bool | str = setting(BOOL | one_of(AUTO), False)
-    """`auto`: resume from the newest complete checkpoint in `output_dir`, or start if it has none. `True`: resume from
-    the files that the config names, as in torchtune"""
+    resume_from_checkpoint: bool | str = setting(one_of(False, AUTO), False)
+    """`auto`: resume from the newest complete checkpoint in `output_dir`, or start if it has none"""
     save_every_n_steps: int | None = setting(COUNT | NULL, None)
     """save a checkpoint every N steps, in addition to the one at the end of each epoch"""
     keep_last_n_checkpoints: int | None = setting(COUNT | NULL, None)
-    """keep the newest N checkpoints and remove older ones. The last checkpoint of a finished run is always kept, and so
-    is the one that `resume_from_checkpoint: True` loaded"""
+    """keep the newest N checkpoints and remove older ones. The last checkpoint of a finished run is always kept"""
     enable_async_checkpointing: bool = setting(BOOL, False)
     save_adapter_weights_only: bool = setting(BOOL, False)
 
@@ -261,7 +258,8 @@ class Settings:
     enable_activation_offloading: bool = setting(BOOL, False)
     ac_mode: str | None = setting(one_of("full", "selective") | NULL, None)
     ac_option: int | None = setting(COUNT | NULL, None)
-    optimizer_in_bwd: bool = setting(BOOL, False)
+    optimizer_in_bwd: bool = setting(one_of(False), False)
+    """only `False`: a backward pass that updates weights cannot be repeated"""
 
     custom_sharded_layers: tuple[str, ...] | None = setting(NAMES | NULL, None)
     fsdp_cpu_offload: bool = setting(BOOL, False)

@@ -29,9 +29,6 @@ MEAN = "the mean of the gradients"
 FIRST_BYTES, MOST_BYTES = 2**20, 25 * 2**20
 """Sizes of the first bucket and of all others, as in DistributedDataParallel. A larger parameter has its own bucket."""
 
-TRIES = 3
-"""Gradients are no longer reduced in the backward after the order in which it computes them was wrong so many times."""
-
 
 class Bucket:
     """Parameters of one dtype and device, whose gradients are reduced together. Sparse gradients become dense."""
@@ -95,8 +92,7 @@ class GradientBuckets:
         self._buckets: list[Bucket] = []
         self._waiting: list[dist.Work] = []
         self._reduced = 0  # number of reductions in this attempt
-        self._order_known = False  # True if the `last` of every bucket is set
-        self._tries = TRIES  # to find this order
+        self._order_known: bool | None = None  # True if the `last` of every bucket is set, False if it was wrong
         self._lock = Lock()  # autograd has a thread for each device
 
     def assign(self, parameters: Iterable[nn.Parameter]) -> None:
@@ -104,7 +100,7 @@ class GradientBuckets:
         trained = [each for each in parameters if each.requires_grad]
         if [*map(id, trained)] != self._trained:
             self._trained, self._buckets = [*map(id, trained)], [*_buckets_of(trained)]
-            self._order_known, self._tries = False, TRIES
+            self._order_known = None
 
     def begin(self) -> None:
         """Begin an attempt."""
@@ -119,10 +115,10 @@ class GradientBuckets:
         With `overlaps`, reduce buckets in the backward, each after the gradient that completed it last time. The first
         attempt with `overlaps` only finds these gradients.
         """
-        finds_order, fired = overlaps and self._tries > 0 and not self._order_known, list[nn.Parameter]()
+        finds_order, fired = overlaps and self._order_known is None, list[nn.Parameter]()
         watched = [each for bucket in self._buckets * finds_order for each in bucket.parameters]
         hooks = [each.register_post_accumulate_grad_hook(fired.append) for each in watched]
-        for bucket in self._buckets * (overlaps and self._order_known):
+        for bucket in self._buckets * (overlaps and self._order_known is True):
             if bucket.last is not None:
                 hooks.append(bucket.last.register_post_accumulate_grad_hook(partial(self._complete, bucket)))
         try:
@@ -138,7 +134,6 @@ class GradientBuckets:
 
     def _find_order(self, fired: Sequence[Tensor]) -> None:
         places = {id(each): place for place, each in enumerate(fired)}
-        self._tries -= 1
         self._order_known = len(places) == len(fired)  # otherwise, several backwards have used a parameter
         for bucket in self._buckets:
             used = [each for each in bucket.parameters if id(each) in places]

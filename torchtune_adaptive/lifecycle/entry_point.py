@@ -64,7 +64,7 @@ def _run(recipe_type: type, keys: Collection[str]) -> None:
     except RecoveryUnsupportedError as error:
         if THIS_RUN.phase is not RunPhase.SAVED:
             raise
-        logger.warning("%s; the run is finished, but its log or picture may be incomplete", error.fact)
+        logger.warning("%s; the run is finished, but its log may be incomplete", error.fact)
     except RunStopped as stopped:
         if rank() == 0:
             logger.info("%s: %s; %s", THIS_RUN.stopped_by, stopped, saved_and_next_command())

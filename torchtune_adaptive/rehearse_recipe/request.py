@@ -137,9 +137,7 @@ def read_request(cfg: DictConfig, config_name: str, overrides: Sequence[str]) ->
     if not str(cfg.get("device", "cuda")).startswith("cuda"):
         raise ConfigError(f"device is {cfg.device}, which tune-adaptive plan does not support: set device=cuda")
     if "image" in str(cfg.get("collate_fn")):
-        raise ConfigError(
-            f"tune-adaptive plan has no images for {cfg.collate_fn}: train with use_maximum_batch_size=True"
-        )
+        raise ConfigError(f"tune-adaptive plan has no images for {cfg.collate_fn}: find the batch size in training")
     request.recipe.read(cfg)
     request.gpus  # noqa: B018
     return request

@@ -1,7 +1,7 @@
 """The journal of a run: `adaptive_steps.jsonl` has the logged steps, `adaptive_events.jsonl` has all other events.
 
 Lines are only appended. A resumed run repeats the steps since its checkpoint, so these steps have several lines. The
-reader uses the last one.
+last one counts.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ import json
 import logging
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from math import isfinite
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any
 
 from torchtune_adaptive.atomic_files import reason
 from torchtune_adaptive.engine.governor import Change
@@ -31,9 +31,6 @@ SCHEDULE = "schedule"
 EPOCH = "epoch"
 VALIDATION = "validation"
 """Kinds of event, in addition to those of `governor.Change`."""
-
-Record = dict[str, Any]
-"""A parsed line. Its `step` is an integer, and `kind` and `stage` are strings if present. Other values may be wrong."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,70 +117,3 @@ def _append_line(path: Path, line: str) -> None:
             raise OSError("the line was only partly written")
     finally:
         os.close(descriptor)
-
-
-@dataclass(frozen=True)
-class Timeline:
-    """The steps and events of a run in order, each once, even if the run has resumed."""
-
-    steps: tuple[Record, ...]
-    events: tuple[Record, ...]
-
-    def series(self, *metrics: str) -> tuple[list[Any], ...]:
-        """Return the step numbers and the values of each metric, for all steps that have all of these metrics."""
-        complete = [record for record in self.steps if all(is_number(record.get(metric)) for metric in metrics)]
-        return tuple([record[name] for record in complete] for name in ("step", *metrics))
-
-
-def read_timeline(directory: Path) -> Timeline:
-    """Read the journal in a directory. If there is none, the result is empty. Skips lines that cannot be parsed, and
-    logs a warning. Raises OSError if a file cannot be read."""
-    steps: list[Record] = []
-    for line in _read(directory / STEPS_FILE):
-        starts = line.get("kind") == START
-        # The order of lines decides, not the time: a repeated step removes its earlier line and those of later steps.
-        while steps and steps[-1]["step"] > line["step"] - (not starts):
-            steps.pop()
-        if not starts:
-            steps.append(line)
-    events: list[Record] = []
-    for line in _read(directory / EVENTS_FILE):
-        if line.get("kind") == START:
-            events = [event for event in events if _remains_valid(event, line["step"])]
-        events.append(line)
-    return Timeline(tuple(steps), tuple(events))
-
-
-def _remains_valid(event: Record, steps_done: int) -> bool:
-    """Return True if an event is still part of the run when training starts after `steps_done` steps. If `steps_done`
-    is 0, another run begins, and no earlier event is part of it."""
-    if event.get("kind") in (EPOCH, SCHEDULE):  # recorded again when the epoch restarts
-        return bool(event["step"] < steps_done)
-    return steps_done > 0 and event["step"] <= steps_done
-
-
-def _read(path: Path) -> Iterator[Record]:
-    if not path.exists():
-        return
-    lines = [line for line in path.read_bytes().splitlines() if line.strip()]
-    records = [record for line in lines if (record := _record_in(line)) is not None]
-    if missing := len(lines) - len(records):
-        logger.warning("%s: %d of %d lines cannot be read and are skipped", path, missing, len(lines))
-    yield from records
-
-
-def _record_in(line: bytes) -> Record | None:
-    """Parse a line. Return None if it is incomplete, for example after a crash, or not a Record."""
-    try:
-        record = json.loads(line.decode("utf-8"))
-    except (ValueError, RecursionError):  # deeply nested JSON raises RecursionError
-        return None
-    if not isinstance(record, dict) or not all(isinstance(record.get(key, ""), str) for key in ("kind", "stage")):
-        return None
-    step = record.get("step")
-    return record if type(step) is int and 0 <= step < 2**63 else None
-
-
-def is_number(value: object) -> TypeGuard[float]:
-    """Return True for a finite number that matplotlib can draw."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and -1e300 < value < 1e300

@@ -138,21 +138,12 @@ class Generate:
         stop_tokens = rl.stop_token_ids or tuple(getattr(tokenizer, "stop_tokens", ()))
         self.sampling = Sampling(rl.temperature, rl.top_k, tokenizer.pad_id, stop_tokens, seed)
         self._reshards = settings.fsdp_reshard_after_forward and isinstance(model, FSDPModule)
-        self.keep_gathered = True
-        """True: parameters stay gathered while a microbatch generates. False: they are gathered anew for each token."""
-
-    @property
-    def gathers(self) -> bool:
-        """Return True if this stage disables resharding, so that it needs memory for the gathered parameters."""
-        return self.keep_gathered and self._reshards
 
     def filler(self, rollout: Rollout) -> Rollout:
-        """Return a small rollout that issues the same collectives.
-
-        If parameters stay gathered, a filler needs to generate only one token, because later ones issue no collectives.
-        """
+        """Return a small rollout that issues the same collectives. It generates one token, because parameters stay
+        gathered while a microbatch generates, so later tokens issue no collectives."""
         filler = rollout.filler()
-        return replace(filler, answer=filler.answer[:1]) if self.keep_gathered else filler
+        return replace(filler, answer=filler.answer[:1])
 
     def __call__(self, rollouts: Sequence[Rollout]) -> Totals:
         """Collective: generate an answer for each rollout and store it with its length."""
@@ -160,7 +151,7 @@ class Generate:
         drawn = draws([(self.sampling.seed, "generate", each.iteration, each.number) for each in rollouts], width)
         policy: Any = self.model
         # If only one token is generated, no later one needs the gathered parameters.
-        disable_resharding = self.gathers and width > 1
+        disable_resharding = self._reshards and width > 1
         if disable_resharding:
             policy.set_reshard_after_forward(False)
         try:

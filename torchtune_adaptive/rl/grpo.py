@@ -7,7 +7,7 @@ does not depend on how the step is split into microbatches.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -16,15 +16,13 @@ from torch import Tensor, nn
 from torchtune_adaptive.checkpoints.loading import load_reference
 from torchtune_adaptive.checkpoints.store import State
 from torchtune_adaptive.config.keys import Settings
-from torchtune_adaptive.engine.ranks import rank
 from torchtune_adaptive.engine.results import StepResult
-from torchtune_adaptive.formatting import count_of
 from torchtune_adaptive.rl import rollouts as results
 from torchtune_adaptive.rl.generation import Generate
 from torchtune_adaptive.rl.microbatches import AnswerScorer, Score, TrainPolicy, figures_of_policy
 from torchtune_adaptive.rl.ppo import build_reward_model
 from torchtune_adaptive.rl.rollouts import Rollout, counts_of, results_of, store
-from torchtune_adaptive.rl.settings import GRPO_REFERENCE_FILES, LARGEST, POLICY_FILES, REWARD_SECTION, GRPOSettings
+from torchtune_adaptive.rl.settings import GRPO_REFERENCE_FILES, POLICY_FILES, REWARD_SECTION, GRPOSettings
 from torchtune_adaptive.rl.stages import (
     FIND_REWARDS,
     GENERATE,
@@ -32,11 +30,9 @@ from torchtune_adaptive.rl.stages import (
     SCORE_REFERENCE,
     TRAIN_POLICY,
     RolloutStage,
-    cause_of_stages,
     check_frozen_results,
 )
 from torchtune_adaptive.tune.distributed import Devices
-from torchtune_adaptive.tune.metrics import Cause
 from torchtune_adaptive.tune.model import build_frozen_model, build_full_model, build_lora_model, disable_dropout
 from torchtune_adaptive.tune.preference import without_adapters
 
@@ -118,34 +114,3 @@ def figures_of_update(policy: StepResult, divisor: int) -> dict[str, float]:
     """Return the loss divided by `divisor`, and other figures, which are means over the tokens of all ranks."""
     kl = float(policy.sums["kl"]) / max(1, policy.target_tokens)
     return {"loss": float(policy.loss_sum) / divisor, "kl": kl, **figures_of_policy(policy)}
-
-
-def cause_of_update(rollouts: Sequence[Rollout], figures: Mapping[str, float], kl_coeff: float) -> Cause:
-    """Return why an update is not finite: a too large divergence from the reference, or the results of a stage."""
-    if kl_coeff * figures["kl"] > LARGEST:
-        kl = f"where the divergence from the reference is {figures['kl']:g} a token and loss.kl_coeff {kl_coeff:g}"
-        return Cause(f" in stage {TRAIN_POLICY}, {kl}", "lower optimizer.lr or loss.kl_coeff")
-    return cause_of_stages(rollouts, {TRAIN_POLICY: figures["loss"]})
-
-
-class EqualRewardsWatch:
-    """Warns if, in all iterations, the answers to each prompt have equal rewards, so that all advantages are 0."""
-
-    def __init__(self) -> None:
-        self._iterations, self._had_signal = 0, False
-
-    def record(self, *, has_signal: bool) -> None:
-        """Record whether an iteration had different rewards for a prompt; warn after three iterations without them."""
-        self._iterations += 1
-        self._had_signal |= has_signal
-        if self._iterations == 3:
-            self.warn()
-
-    def warn(self) -> None:
-        """Log the warning, unless an iteration had a signal."""
-        if self._iterations and not self._had_signal and rank() == 0:
-            logger.warning(
-                "no signal in %s: the answers to each prompt had equal rewards, so their advantages were 0; "
-                "check the rewards, or raise temperature or grpo_samples",
-                count_of(self._iterations, "iteration"),
-            )

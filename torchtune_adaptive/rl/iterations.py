@@ -19,7 +19,6 @@ from torchtune_adaptive.rl.rollouts import Rollout, build_prompts, fraction_cut_
 from torchtune_adaptive.rl.settings import RolloutSettings
 from torchtune_adaptive.rl.stages import RolloutStage, RolloutStages
 from torchtune_adaptive.tune.data import Tokenizer
-from torchtune_adaptive.tune.metrics import NO_CAUSE, Cause
 from torchtune_adaptive.tune.optimizer import Optimization, SummedOver
 from torchtune_adaptive.tune.samples import Sample
 from torchtune_adaptive.tune.training_loop import BatchSchedule, Run, TrainingLoop, restore_limits
@@ -46,7 +45,7 @@ class Iterations:
         self.loop = TrainingLoop(run, model, self.data, optimization, self.stages.runners, weights=weights)
         self._figures: dict[str, float] = {}
         self._updates: list[dict[str, float]] = []
-        self._skipped, self._began, self._cause = 0, 0.0, NO_CAUSE
+        self._skipped, self._began = 0, 0.0
         self._start_schedules()
 
     def _start_schedules(self) -> None:
@@ -108,17 +107,11 @@ class Iterations:
         self._figures = {"cut_off": cut_off, **self.rewards.figures(rollouts)}
         return rollouts
 
-    def update(self, summed_over: SummedOver, figures: Mapping[str, float], cause: Cause) -> None:
-        """Collective: divide the gradients by `summed_over`, and update the weights. `figures` go into the log.
-
-        `cause` explains a loss or a gradient that is NaN or infinite.
-        """
+    def update(self, summed_over: SummedOver, figures: Mapping[str, float]) -> None:
+        """Collective: divide the gradients by `summed_over`, and update the weights. `figures` go into the log."""
         training = self.stages.runners.training
         with training.committing("the optimizer step", last_checkpoint=self.run.checkpoints.last):
             grad_norm = self.optimization.update(summed_over)
-        assert grad_norm is not None  # optimizer_in_bwd is not supported
-        if not (math.isfinite(grad_norm) and math.isfinite(figures["loss"])):
-            self._cause = cause
         self._skipped += not math.isfinite(grad_norm)
         self._updates.append({**figures, "grad_norm": grad_norm})
 
@@ -131,5 +124,4 @@ class Iterations:
         recorded = self.stages.figures_of_run(time.perf_counter() - self._began)
         self.run.metrics.log(iteration, f"reward {logged['scores']:.4f}", logged, recorded)
         tokens, stopping = int(recorded["target_tokens"]), self.stages.stop_requested
-        cause, self._cause = self._cause, NO_CAUSE
-        self.loop.advance(means["loss"], tokens, means["grad_norm"], stop_requested=stopping, cause=cause)
+        self.loop.advance(means["loss"], tokens, means["grad_norm"], stop_requested=stopping)

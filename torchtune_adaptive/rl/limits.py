@@ -22,7 +22,7 @@ from torchtune_adaptive.engine.probes import TrainingStep
 from torchtune_adaptive.engine.results import StepResult
 from torchtune_adaptive.engine.search import SearchResult
 from torchtune_adaptive.engine.snapshot import restoring_state
-from torchtune_adaptive.errors import ConfigError, OneRowDoesNotFitError, Remedy
+from torchtune_adaptive.errors import ConfigError, Remedy
 from torchtune_adaptive.formatting import format_bytes, in_columns
 from torchtune_adaptive.lifecycle.console import log_rank_0
 from torchtune_adaptive.rl.rollouts import Rollout, worst_rollout
@@ -103,27 +103,21 @@ class LimitFinder:
     def _optimizer_state_in_memory(self, memory: MemorySource) -> Iterator[None]:
         """Collective: create the optimizer state, as in training, and restore weights and state at the end."""
         trained = [stage.model for stage in self._stages.by_name.values() if stage.trains is not None]
-        with restoring_state(trained, self._optimization.optimizers):
+        with restoring_state(trained, [self._optimization.optimizer]):
             # Suspend the memory limit, so that an error comes from the search, with the size of the shortage.
             with memory.unlimited():
                 allocate_gradients(trained)
-                for optimizer in self._optimization.optimizers:
-                    optimizer.step()
-                    optimizer.zero_grad(set_to_none=True)
+                self._optimization.optimizer.step()
+                self._optimization.optimizer.zero_grad(set_to_none=True)
             yield
 
     def _measure(self, memory: MemorySource, stage: str, measure: Callable[..., Result]) -> Result:
-        """Collective: measure a stage. If not even one row of generation fits, gather parameters by layer instead."""
-        measure = partial(measure, self._loop, memory=memory, most_rows=self._stages.by_name[stage].samples)
+        """Collective: measure a stage."""
+        step, most_rows = self._worst_step(memory, stage), self._stages.by_name[stage].samples
         try:
-            return measure(self._worst_step(memory, stage))
-        except OneRowDoesNotFitError:
-            if stage != GENERATE or not self._stages.generate.gathers:
-                raise
+            return measure(self._loop, step, memory=memory, most_rows=most_rows)
         finally:
-            self._optimization.optimizers[0].zero_grad(set_to_none=True)
-        self._stages.gather_by_layer()
-        return measure(self._worst_step(memory, stage))
+            self._optimization.optimizer.zero_grad(set_to_none=True)
 
     def _worst_step(self, memory: MemorySource, name: str) -> TrainingStep[Rollout]:
         """Collective: return the worst-case step of a stage. The last training stage also updates all models."""

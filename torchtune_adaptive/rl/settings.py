@@ -58,7 +58,6 @@ NOT_SUPPORTED = (
     "collate_fn",
     "fsdp_cpu_offload",
     "enable_activation_offloading",
-    "optimizer_in_bwd",
     "run_val_every_n_steps",
 )
 WITHOUT_EFFECT = ("epochs", "max_steps_per_epoch", "batch_increase_function")
@@ -232,11 +231,6 @@ def _ppo_problems(cfg: DictConfig, ppo: PPOSettings) -> Iterator[str]:
         size, of = getattr(ppo, part), getattr(ppo, whole)
         if of % size:
             yield f"{part} is {size} and {whole} is {of}: {whole} must be a multiple of {part}"
-    if cfg.get("resume_from_checkpoint") is True:
-        yield (
-            "resume_from_checkpoint is True, but a PPO checkpoint has several parts (two models, an optimizer and "
-            "more), which only auto finds together: set it to auto"
-        )
 
 
 def _grpo_problems(cfg: DictConfig) -> Iterator[str]:

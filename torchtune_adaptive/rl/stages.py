@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -17,15 +16,13 @@ from torchtune_adaptive.config.keys import Settings
 from torchtune_adaptive.engine.limits import RowLimit
 from torchtune_adaptive.engine.results import StepResult
 from torchtune_adaptive.engine.step import SampleKind, Stages, StepRunner
-from torchtune_adaptive.errors import LimitExhaustedError, NotLearningError
+from torchtune_adaptive.errors import NotLearningError
 from torchtune_adaptive.formatting import count_of
-from torchtune_adaptive.lifecycle.console import log_rank_0
 from torchtune_adaptive.rl.generation import Generate
 from torchtune_adaptive.rl.microbatches import Score, TrainPolicy, TrainValue
-from torchtune_adaptive.rl.rollouts import LOG_PROBS, MODEL_SCORE, REFERENCE_LOG_PROBS, VALUES, Rollout, results_of
+from torchtune_adaptive.rl.rollouts import MODEL_SCORE, REFERENCE_LOG_PROBS, Rollout, results_of
 from torchtune_adaptive.rl.settings import LARGEST, REWARD, REWARD_FILES
 from torchtune_adaptive.tune.finetuning import OnChange, build_recovery
-from torchtune_adaptive.tune.metrics import Cause
 
 GENERATE, FIND_REWARDS = "generate", "rewards"
 SCORE_POLICY, SCORE_REFERENCE = "policy log-probabilities", "reference log-probabilities"
@@ -90,31 +87,12 @@ class RolloutStages:
         self.seconds.clear()
 
     def run_stage(self, name: str, rollouts: Sequence[Rollout], iteration: int) -> StepResult:
-        """Collective: run one stage. If generation cannot fit one row next to gathered parameters, gather by layer."""
+        """Collective: run one stage."""
         began = time.perf_counter()
-        try:
-            result = self.runners[name].run(rollouts, step=iteration)
-        except LimitExhaustedError:
-            if name != GENERATE or not self.generate.gathers:
-                raise
-            result = None
-        if result is None:  # outside of the handler, whose traceback keeps tensors alive
-            self.gather_by_layer()
-            result = self.runners[name].run(rollouts, step=iteration)
+        result = self.runners[name].run(rollouts, step=iteration)
         self.results.setdefault(name, []).append(result)
         self.seconds[name] += time.perf_counter() - began
         return result
-
-    def gather_by_layer(self) -> None:
-        """From now on, gather parameters layer by layer for each generated token.
-
-        This changes the collectives of the stage, so call it on all ranks.
-        """
-        log_rank_0(
-            f"{GENERATE}: gathered parameters leave no room for one row; gathering layer by layer from here on (slower)"
-        )
-        self.generate.keep_gathered = False
-        self.runners[GENERATE].start_over()
 
     @property
     def stop_requested(self) -> bool:
@@ -178,12 +156,3 @@ def check_frozen_results(rollouts: Sequence[Rollout], reference_files: str) -> N
                 f"{count_of(len(rollouts), 'answer')}; allowed is {REWARD.allowed}: check that the weights in "
                 f"{files}.checkpoint_files are intact, or set dtype: fp32 if they exceed the range of bf16"
             )
-
-
-def cause_of_stages(rollouts: Sequence[Rollout], losses: Mapping[str, float]) -> Cause:
-    """Return, as the cause of a skipped update, the first stage whose results or loss are NaN or infinite."""
-    stages = {SCORE_POLICY: LOG_PROBS, FIND_VALUES: VALUES}
-    found = {stage: name for stage, name in stages.items() if name in rollouts[0].results}
-    wrong = [stage for stage, name in found.items() if not results_of(rollouts, name).isfinite().all()]
-    wrong += [stage for stage, loss in losses.items() if not math.isfinite(loss)]
-    return Cause(f" in stage {wrong[0]}" if wrong else "")

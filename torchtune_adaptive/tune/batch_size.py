@@ -36,7 +36,6 @@ from torchtune_adaptive.report.tables import profile_table, search_table
 from torchtune_adaptive.tune import schedule
 from torchtune_adaptive.tune.data import Data
 from torchtune_adaptive.tune.dealing import dealer_of
-from torchtune_adaptive.tune.images import with_most_images
 from torchtune_adaptive.tune.model import phase_boundaries
 from torchtune_adaptive.tune.preference import POLICY, REFERENCE_LOG_PROBS
 from torchtune_adaptive.tune.samples import INDEX, Sample, TokenKind
@@ -185,18 +184,21 @@ def worst_sample(data: Data, sequence_length: int | None) -> Sample:
     """Collective: return a sample of the greatest possible length in which every token is a target.
 
     The length is the smallest of `sequence_length`, the tokenizer's limit and the model's limit. If neither of the
-    first two is set, it is the length of the longest sample in the dataset. `with_most_images` may add images.
+    first two is set, it is the length of the longest sample in the dataset.
     """
     sample: Sample = data.dataset[0]
+    if "encoder_input" in sample:
+        raise ConfigError(
+            "use_maximum_batch_size is True, or adaptive.token_budget is auto, but samples have images, so the worst "
+            "case to measure is unknown: set batch_size, or adaptive.token_budget to a number"
+        )
     if data.packed:
         return {**sample, "labels": sample["tokens"].clone()}
     if sequence_length is None and data.max_seq_len is None:
         longest = data.dataset.longest()
-        worst = {**data.kind.uniform(0, max(1, longest.length)), INDEX: longest.at}
-    else:
-        known = min(filter(None, (sequence_length, data.max_seq_len, data.dataset.most_tokens)))
-        worst = data.kind.uniform(0, data.kind.length_at(known))
-    return with_most_images(worst, data.dataset, data.max_tiles) if "encoder_input" in sample else worst
+        return {**data.kind.uniform(0, max(1, longest.length)), INDEX: longest.at}
+    known = min(filter(None, (sequence_length, data.max_seq_len, data.dataset.most_tokens)))
+    return data.kind.uniform(0, data.kind.length_at(known))
 
 
 def _worst_step(loop: TrainingLoop, stage: str) -> TrainingStep[Sample]:
@@ -209,7 +211,7 @@ def _worst_step(loop: TrainingLoop, stage: str) -> TrainingStep[Sample]:
         runner=last,
         sample=sample,
         update=lambda result: loop.optimization.update(result.target_tokens),
-        optimizers=loop.optimization.optimizers,
+        optimizers=[loop.optimization.optimizer],
         boundaries=phase_boundaries(last.model, loop.loss_fn),
         cut=loop.data.kind.cut,
         shortest=loop.data.kind.length_at(2),

@@ -21,17 +21,16 @@ from torch.utils.data import Dataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
 from torchtune.data import padded_collate_packed, padded_collate_sft, padded_collate_tiled_images_and_mask
-from torchtune.datasets import ConcatDataset, TextCompletionDataset
+from torchtune.datasets import ConcatDataset
 
 from torchtune_adaptive.config import components
 from torchtune_adaptive.config.keys import Settings
-from torchtune_adaptive.engine.ranks import Agreement, from_all_ranks
+from torchtune_adaptive.engine.ranks import from_all_ranks
 from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.formatting import count_of
-from torchtune_adaptive.lifecycle.console import log_if_slow, log_rank_0
+from torchtune_adaptive.lifecycle.console import log_if_slow
 from torchtune_adaptive.tune.checked_dataset import CheckedDataset
 from torchtune_adaptive.tune.distributed import Meshes
-from torchtune_adaptive.tune.fingerprint import Fingerprint, fingerprint_of
 from torchtune_adaptive.tune.images import collate_images
 from torchtune_adaptive.tune.samples import PAIR, TEXT, Sample, TokenKind
 from torchtune_adaptive.tune.unpadded import Batch, concatenated
@@ -58,55 +57,16 @@ class Data:
     loader: StepLoader[Sample]
     max_seq_len: int | None
     """The length to which the tokenizer truncates samples; None if it does not."""
-    fingerprint: Fingerprint | None = None
-    max_tiles: int | None = None
-    """The most tiles into which the transform cuts an image; None if unknown."""
 
     @property
     def kind(self) -> TokenKind:
         """Return the kind of the samples."""
         return self.dataset.kind
 
-    @property
-    def truncated_length(self) -> int | None:
-        """The length of samples that the tokenizer has truncated; None if it truncates none, or if rows are packed."""
-        if self.max_seq_len is None or self.packed:
-            return None
-        parts = getattr(self.dataset.dataset, "_datasets", [self.dataset.dataset])  # of a ConcatDataset
-        # TextCompletionDataset truncates to one token less.
-        return self.max_seq_len - any(isinstance(part, TextCompletionDataset) for part in parts)
-
     def remove_padding(self) -> None:
         """Concatenate the samples of a microbatch from now on."""
         self.dataset.kind = replace(self.kind, padded=False)
         self.collate = partial(concatenated, ignored=self.kind.ignored_label)
-
-
-class LongestSamples:
-    """Counts the samples of an epoch that have the tokenizer's maximum length, which includes all truncated samples."""
-
-    def __init__(self, data: Data, ranks_per_sample: int) -> None:
-        self._data, self._ranks_per_sample = data, ranks_per_sample
-        self._samples = self._longest = 0
-
-    def count(self, samples: Sequence[Sample]) -> None:
-        """Count the samples of a step on this rank."""
-        if (length := self._data.truncated_length) is not None:
-            self._samples += len(samples)
-            self._longest += sum(max(self._data.kind.lengths_of(sample)) >= length for sample in samples)
-
-    def announce(self, epoch: int) -> None:
-        """Collective: at the end of an epoch, log the count of all ranks, unless it is 0."""
-        if (length := self._data.truncated_length) is None:
-            return
-        counts = Agreement(2).gather((self._samples, self._longest))
-        samples, longest = (int(sum(count)) // self._ranks_per_sample for count in zip(*counts, strict=True))
-        if longest:
-            log_rank_0(
-                f"epoch {epoch}: {longest} of {samples} samples have {length} tokens, the most that "
-                "tokenizer.max_seq_len allows; longer samples were cut to this length"
-            )
-        self._samples = self._longest = 0
 
 
 def build_data(settings: Settings, tokenizer: Tokenizer, loss_fn: nn.Module, mesh: Meshes) -> Data:
@@ -129,10 +89,9 @@ def build_pairs(settings: Settings, tokenizer: Tokenizer, mesh: Meshes) -> Data:
 def data_of(
     samples: CheckedDataset, collate: Collate, settings: Settings, tokenizer: Tokenizer, mesh: Meshes, *, packed: bool
 ) -> Data:
-    """Collective: combine the samples with a loader and a fingerprint."""
-    loader, max_seq_len = build_step_loader(samples, settings, mesh), getattr(tokenizer, "max_seq_len", None)
-    fingerprint, max_tiles = fingerprint_of(samples, max_seq_len), getattr(tokenizer, "max_num_tiles", None)
-    return Data(samples, packed, collate, loader, max_seq_len, fingerprint, max_tiles)
+    """Collective: combine the samples with a loader."""
+    loader = build_step_loader(samples, settings, mesh)
+    return Data(samples, packed, collate, loader, getattr(tokenizer, "max_seq_len", None))
 
 
 @log_if_slow("built the dataset")

@@ -5,14 +5,9 @@ from __future__ import annotations
 import gc
 import os
 import re
-import sys
 import time
 import uuid
-import zlib
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
-from importlib.metadata import version
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -57,7 +52,6 @@ def join(settings: Settings) -> Devices:
     """Collective: join the process group, compare the configs of all ranks, and create the meshes."""
     device = device_of(settings)
     join_on(device)
-    check_same_code()
     check_same_config(settings.config)
     return Devices(device, mesh_of(device, settings))
 
@@ -120,29 +114,6 @@ def _distribute_prefix(store: Any, world_size: int) -> str:
                 answered[rank] = found
         time.sleep(POLL_INTERVAL_S)
     return prefix
-
-
-def check_same_code() -> None:
-    """Collective: raise a ConfigError if ranks differ in library versions, or in the code of recipe or package."""
-    first, *others = from_all_ranks(_code())
-    for rank, theirs in enumerate(others, start=1):
-        if other := [name for name in first if theirs.get(name, first[name]) != first[name]]:
-            values = f" ({theirs[other[0]]}, not {first[other[0]]})" if "." in first[other[0]] else ""
-            raise ConfigError(
-                f"{other[0]} on rank {rank} differs from that on rank 0{values}: install the same code on all nodes"
-            )
-
-
-def _code() -> dict[str, str]:
-    """Return the versions of libraries, and a checksum of each loaded module of the package and of the recipe."""
-    code = {name: version(name) for name in ("torch", "torchtune", "torchao")}
-    for name, module in list(sys.modules.items()):
-        file = getattr(module, "__file__", None)
-        if file and (name == "__main__" or name.startswith("torchtune_adaptive.")):
-            with suppress(OSError):
-                crc32 = zlib.crc32(Path(file).read_bytes())
-                code["the recipe" if name == "__main__" else name] = str(crc32)
-    return code
 
 
 def check_same_config(cfg: DictConfig) -> None:

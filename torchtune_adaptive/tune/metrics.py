@@ -8,8 +8,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
-from pathlib import Path
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -29,7 +28,6 @@ from torchtune_adaptive.formatting import count_of, format_bytes
 from torchtune_adaptive.lifecycle.console import progress_bar
 from torchtune_adaptive.lifecycle.run_state import THIS_RUN, RunPhase
 from torchtune_adaptive.report.journal import EPOCH, SCHEDULE, VALIDATION, Event, Journal
-from torchtune_adaptive.report.pictures import draw_run
 
 logger = logging.getLogger(__name__)
 
@@ -92,13 +90,13 @@ class Metrics:
             yield from steps
 
     def log_step(
-        self, step: int, result: StepResult, grad_norm: float | None, samples: float | None, more: Mapping[str, float]
+        self, step: int, result: StepResult, grad_norm: float, samples: float | None, more: Mapping[str, float]
     ) -> float:
         """Log a step and return its loss, a mean over target tokens or over `samples`. Waits for the GPU."""
         loss = float(result.loss_sum) / max(1, result.target_tokens if samples is None else samples)
         now, ranks = time.perf_counter(), dist.get_world_size()
         tokens_per_second, self._step_began = result.target_tokens / (now - self._step_began), now
-        self._skipped += grad_norm is not None and not math.isfinite(grad_norm)
+        self._skipped += not math.isfinite(grad_norm)
         figures = {
             "loss": loss,
             **more,
@@ -109,7 +107,7 @@ class Metrics:
             "padding_fraction": 1 - result.load.tokens / result.load.padded_tokens,
             "rank_imbalance": result.imbalance,
             "allocator_retries": result.retries,
-            **({} if grad_norm is None else {"grad_norm": grad_norm}),
+            "grad_norm": grad_norm,
             "skipped_updates": self._skipped,
         }
         # Tensor-parallel ranks train the same samples, so a sum over ranks counts each sample several times.
@@ -180,7 +178,7 @@ class Metrics:
             self._logger_failed = True
 
     def close(self, progress: Progress) -> None:
-        """Log the first and the last loss and the best validation, and draw the picture of the run."""
+        """Log the first and the last loss and the best validation."""
         if not self._shown:
             return
         step, first = self._first
@@ -193,18 +191,6 @@ class Metrics:
             logger.info("%s%s: %s -> %s%s, checkpoints in %s", what, since, first, self._latest, skipped, directory)
         with suppress(OSError):
             self._logger.close()
-        draw_run(Path(self._settings.output_dir))
-
-
-class Cause(NamedTuple):
-    """The cause of a NaN or infinite loss or gradient; empty if unknown."""
-
-    where: str = ""
-    """The place where the number occurred, appended to it in messages: " in stage train policy"."""
-    remedy: str = ""
-
-
-NO_CAUSE = Cause()
 
 
 class LossWatch:
@@ -220,43 +206,35 @@ class LossWatch:
         self._max_skipped, self._files, self._has_trained = max_skipped_steps, files, has_trained
         self._steps = self._nan_in_a_row = 0
         self._has_targets = False
-        self._cause = NO_CAUSE
 
-    def record(
-        self, step: int, loss: float, target_tokens: int, grad_norm: float | None, cause: Cause = NO_CAUSE
-    ) -> None:
-        """Record a step; warn if its loss or gradient norm is not finite, raise if too many in a row are not.
-
-        `grad_norm` is None if the optimizer runs in the backward and has already updated the weights.
-        """
+    def record(self, step: int, loss: float, target_tokens: int, grad_norm: float) -> None:
+        """Record a step; warn if its loss or gradient norm is not finite, raise if too many in a row are not."""
         self._steps += 1
         self._has_targets |= target_tokens > 0
         self._has_trained |= target_tokens > 0 and math.isfinite(loss)
-        skipped = grad_norm is not None and not math.isfinite(grad_norm)
+        skipped = not math.isfinite(grad_norm)
         if math.isfinite(loss) and not skipped:
             self._nan_in_a_row = 0
             return
         self._nan_in_a_row += 1
-        self._cause = cause
-        what = (f"gradient norm is {grad_norm}" if math.isfinite(loss) else f"loss is {loss}") + cause.where
+        what = f"gradient norm is {grad_norm}" if math.isfinite(loss) else f"loss is {loss}"
         if self._nan_in_a_row > self._max_skipped:
             steps = count_of(self._nan_in_a_row, "consecutive step")
             raise NotLearningError(
                 f"step {step}: the {what}, in {steps}, and adaptive.max_skipped_steps is {self._max_skipped}; "
-                + (cause.remedy or "start a new run with a lower optimizer.lr, a clip_grad_norm or dtype: fp32")
-                + ", from the weights of the last checkpoint if there is one"
+                "start a new run with a lower optimizer.lr, a clip_grad_norm or dtype: fp32, from the weights of the "
+                "last checkpoint if there is one"
             )
         if self._nan_in_a_row == 1 and dist.get_rank() == 0:
             effect = "the weights are not updated" if skipped else "the weights may be NaN now"
-            remedy = f": {cause.remedy}" if cause.remedy else ""
-            logger.warning("step %d: the %s; %s%s", step, what, effect, remedy)
+            logger.warning("step %d: the %s; %s", step, what, effect)
 
     def worth_saving(self, *, ends_epoch: bool) -> bool:
         """Return False if no step so far has trained the weights; at the end of an epoch, raise NotLearningError."""
         if ends_epoch and self._steps and not self._has_trained:
             why = (
-                f"every loss was NaN or infinite{self._cause.where}; "
-                + (self._cause.remedy or f"lower optimizer.lr, or check that the weights of {self._files} are not NaN")
+                "every loss was NaN or infinite; "
+                f"lower optimizer.lr, or check that the weights of {self._files} are not NaN"
                 if self._has_targets
                 else "no sample has a token to learn (all labels are masked); check that the dataset's columns and "
                 "prompt template match the data, and that tokenizer.max_seq_len does not cut off the answers"

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from omegaconf import DictConfig
 
@@ -23,7 +23,6 @@ from torchtune_adaptive.engine.limits import Limit
 from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.formatting import count_of, in_columns
 from torchtune_adaptive.lifecycle.console import log_rank_0
-from torchtune_adaptive.tune.data import StepLoader
 
 KEY = "batch_increase_function"
 Increase = Callable[[int, int], int]
@@ -224,15 +223,6 @@ def log_schedule(
     else:
         line = f"{per_step} samples a step, in microbatches of at most {limit}"
     log_rank_0(f"{line} · {count_of(sizes.steps, 'step')} an epoch · {count_of(len(epochs), 'epoch')}")
-
-
-def log_left_out(sizes: EpochSizes, progress: Progress, loader: StepLoader[Any]) -> None:
-    """At the end of an epoch, log how many samples were left out because they do not fill a step, as in torchtune."""
-    samples = progress.dataset_samples or progress.ranks * loader.samples_per_rank
-    left_out = samples - progress.samples_in_epoch  # negative if the sampler has repeated some
-    # If a whole step is left, `max_steps_per_epoch` has ended the epoch.
-    if left_out > 0 and loader.samples_left_per_rank(progress.samples_in_epoch) < sizes.samples_per_step:
-        log_rank_0(f"{left_out} of {samples} samples do not fill a step and are left out of epoch {sizes.epoch}")
 
 
 def step_line(sizes: EpochSizes, configured: int, ranks: int, kind_of_rank: str = "rank") -> str:

@@ -18,25 +18,24 @@ from torchtune_adaptive.checkpoints.manager import CheckpointManager
 from torchtune_adaptive.checkpoints.progress import EpochSizes, Progress, SavedLimits, start_progress
 from torchtune_adaptive.checkpoints.resuming import StepsOnRanks, find_start
 from torchtune_adaptive.checkpoints.store import Checkpointer, Files, State
-from torchtune_adaptive.config.keys import AUTO, Settings
+from torchtune_adaptive.config.keys import Settings
 from torchtune_adaptive.engine.limits import Limit, RowLimit
 from torchtune_adaptive.engine.memory import MemorySource, memory_within, resident_tensors
 from torchtune_adaptive.engine.ranks import rank, world_size
 from torchtune_adaptive.engine.results import StepResult
 from torchtune_adaptive.engine.step import Stages
+from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.formatting import size_for_rank
 from torchtune_adaptive.lifecycle.console import log_rank_0
 from torchtune_adaptive.report.journal import Journal
 from torchtune_adaptive.tune.checked_dataset import max_seq_len_of, vocabulary_of
-from torchtune_adaptive.tune.data import Data, LongestSamples, StepLoader
+from torchtune_adaptive.tune.data import Data, StepLoader
 from torchtune_adaptive.tune.dealing import Dealer
 from torchtune_adaptive.tune.distributed import free_setup_memory, join, leave, set_cpu_threads
-from torchtune_adaptive.tune.fingerprint import check_same_data
 from torchtune_adaptive.tune.images import with_equal_tiles
-from torchtune_adaptive.tune.metrics import NO_CAUSE, Cause, LossWatch, Metrics, StepProfiler, record_epoch
+from torchtune_adaptive.tune.metrics import LossWatch, Metrics, StepProfiler, record_epoch
 from torchtune_adaptive.tune.optimizer import Optimization
 from torchtune_adaptive.tune.samples import Sample
-from torchtune_adaptive.tune.schedule import log_left_out
 from torchtune_adaptive.tune.validation import LOSS, Validation
 
 StepSamples = tuple[list[Sample], list[Sample] | None]
@@ -141,22 +140,24 @@ class TrainingLoop:
         """
         self.run, self.model, self.data, self.optimization, self.stages = run, model, data, optimization, stages
         self.loss_fn, self.validation = loss_fn, validation
-        # Only a run that resumes between two epochs, from files that the config names, may use other data.
-        if run.settings.resume_from_checkpoint == AUTO or run.progress.steps_in_epoch:
-            check_same_data(data.dataset, data.fingerprint, run.progress)
-        run.progress = replace(run.progress, dataset_samples=len(data.dataset), dataset_fingerprint=data.fingerprint)
+        samples, before = len(data.dataset), run.progress.dataset_samples
+        if run.progress.steps_in_epoch and samples != before:
+            raise ConfigError(
+                f"cannot resume within an epoch: the dataset has {samples} samples, but had {before} when the "
+                "checkpoint was saved; restore the dataset, or start a new run with another output_dir"
+            )
+        run.progress = replace(run.progress, dataset_samples=samples)
         trained = stages.training.model
         data.dataset.vocabulary, data.dataset.most_tokens = vocabulary_of(trained), max_seq_len_of([trained])
         has_trained = bool(run.progress.epochs_run or run.progress.steps_in_epoch)
         self._losses = LossWatch(run.settings.adaptive.max_skipped_steps, weights, has_trained=has_trained)
         self._profiler = StepProfiler(run.settings.config, run.devices.device)
-        self._longest_samples = LongestSamples(data, run.settings.tensor_parallel_dim)
         self._stopping = False
 
     def memory_of_this_rank(self) -> AbstractContextManager[MemorySource | None]:
         """Return a context that limits and measures this rank's memory, including that of all models and optimizers."""
         models = nn.ModuleList(self.stages.training.recovery.models)
-        resident = resident_tensors(models, self.optimization.optimizers)
+        resident = resident_tensors(models, [self.optimization.optimizer])
         limit, limits = None, self.run.settings.adaptive.memory_limit
         if limits is not None:
             limit = size_for_rank(limits, rank(), world_size(), "adaptive.memory_limit")
@@ -188,10 +189,7 @@ class TrainingLoop:
                 steps = self.schedule.steps(self.data.loader, sizes, run.progress)
             later = self.schedule.epochs[run.progress.epochs_run + 1 :]
             for samples, upcoming in run.metrics.epoch(sizes, later, steps, run.progress.steps_in_epoch, unit):
-                self._longest_samples.count(samples)
                 yield Step(run.progress.step + 1, samples, upcoming)
-            log_left_out(sizes, run.progress, self.data.loader)
-            self._longest_samples.announce(sizes.epoch)
             run.progress = run.progress.after_epoch(sizes)
             self._losses.worth_saving(ends_epoch=True)
             self.save()
@@ -200,7 +198,7 @@ class TrainingLoop:
     def finish_step(
         self,
         result: StepResult,
-        grad_norm: float | None,
+        grad_norm: float,
         *,
         samples: float | None = None,
         more: Mapping[str, float] | None = None,
@@ -210,13 +208,11 @@ class TrainingLoop:
         loss = self.run.metrics.log_step(self.run.progress.step + 1, result, grad_norm, samples, figures)
         self.advance(loss, result.target_tokens, grad_norm, stop_requested=result.stop_requested)
 
-    def advance(
-        self, loss: float, target_tokens: int, grad_norm: float | None, *, stop_requested: bool, cause: Cause = NO_CAUSE
-    ) -> None:
+    def advance(self, loss: float, target_tokens: int, grad_norm: float, *, stop_requested: bool) -> None:
         """Collective: count a logged step, validate and save a checkpoint if due, and end the run after a signal."""
         run = self.run
         run.progress = run.progress.after_step(self._sizes, run.devices.ranks)
-        self._losses.record(run.progress.step, loss, target_tokens, grad_norm, cause)
+        self._losses.record(run.progress.step, loss, target_tokens, grad_norm)
         self._profiler.step()
         self._stopping = stop_requested
         best = self._validate_if_due()
@@ -248,10 +244,10 @@ class TrainingLoop:
         own = {} if self.validation is None else self.validation.stages.state_dict()
         progress = replace(self.run.progress, limit={**self.stages.state_dict(), **own})
         loader_state = self.data.loader.state_dict()
-        self.run.checkpoints.save(progress, self.model, self.optimization.checkpointed, loader_state)
+        self.run.checkpoints.save(progress, self.model, self.optimization.optimizer, loader_state)
 
     def close(self) -> None:
-        """Collective: draw the picture of the run, and leave the process group."""
+        """Collective: log the end of the run, and leave the process group."""
         self.run.checkpoints.close()
         self.stages.training.close()
         self.run.metrics.close(self.run.progress)

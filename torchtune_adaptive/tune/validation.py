@@ -6,12 +6,14 @@ limits of training, and the training steps are bitwise equal to those of a run w
 
 from __future__ import annotations
 
+import random
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import TypeAlias
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -24,7 +26,6 @@ from torchtune_adaptive.engine.step import Recovery, Stages, StepRunner
 from torchtune_adaptive.errors import ConfigError, SampleError
 from torchtune_adaptive.tune.checked_dataset import max_seq_len_of, vocabulary_of
 from torchtune_adaptive.tune.data import Data
-from torchtune_adaptive.tune.fingerprint import seeded
 from torchtune_adaptive.tune.images import with_equal_tiles
 from torchtune_adaptive.tune.samples import Sample
 from torchtune_adaptive.tune.unpadded import evaluating
@@ -54,10 +55,16 @@ def build_validation_data(settings: Settings, training: Data, build: Callable[[S
 @contextmanager
 def isolated_random_state() -> Iterator[None]:
     """Seed the host's random generators within the context, and restore the states of all generators at the end."""
-    rng = RngState.capture()
-    with seeded(0):
+    rng, python, numpy = RngState.capture(), random.getstate(), np.random.get_state()
+    torch.default_generator.manual_seed(0)  # `torch.manual_seed` would also seed the GPU's generator
+    random.seed(0)
+    np.random.seed(0)
+    try:
         yield
-    rng.restore()
+    finally:
+        rng.restore()
+        random.setstate(python)
+        np.random.set_state(numpy)
 
 
 @contextmanager

@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tests.distributed.faults.meshes import MeshCase, parts_of, tensor_parallel
 from tests.distributed.models import ModelConfig, build, forward_backward_of, runner_of, samples_of
+from tests.fault_injection import FaultInjector
 from tests.ranks import PATIENCE, RankFailed, run_on_ranks
 from torchtune_adaptive.engine.fsdp import why_recovery_is_off
 from torchtune_adaptive.engine.step import Recovery
@@ -24,7 +25,6 @@ from torchtune_adaptive.errors import (
     RecoveryUnsupportedError,
     UnrecoverableError,
 )
-from torchtune_adaptive.testing import FaultInjector
 
 
 def run_where_one_row_does_not_fit() -> tuple[str, str]:

@@ -24,10 +24,10 @@ from tests.distributed.models import (
     runner_of,
     samples_of,
 )
+from tests.fault_injection import FaultInjector
 from tests.ranks import RankFailed, run_on_ranks
 from torchtune_adaptive.engine.results import Totals
 from torchtune_adaptive.engine.step import Recovery, StepRunner
-from torchtune_adaptive.testing import FaultInjector
 
 SAMPLES = 4
 

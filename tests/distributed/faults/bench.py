@@ -12,10 +12,10 @@ from torch.distributed.tensor import DTensor
 
 from tests.distributed.faults.fault_variants import Failing, fail_there, operations_of
 from tests.distributed.models import Gradients, gradients_equal, gradients_of, runner_of
+from tests.fault_injection import FaultInjector
 from torchtune_adaptive.engine.fsdp import is_whole
 from torchtune_adaptive.engine.results import Totals
 from torchtune_adaptive.engine.step import Recovery, StepRunner
-from torchtune_adaptive.testing import FaultInjector
 
 ForwardBackward: TypeAlias = Callable[[Sequence[Tensor]], Totals]
 Parts: TypeAlias = tuple[list[nn.Module], ForwardBackward]

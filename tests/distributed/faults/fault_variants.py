@@ -7,8 +7,8 @@ from typing import Any, Protocol, TypeVar
 import torch
 import torch.distributed as dist
 
+from tests.fault_injection import FaultInjector
 from torchtune_adaptive.engine.step import StepRunner
-from torchtune_adaptive.testing import FaultInjector
 
 Plain = TypeVar("Plain")
 

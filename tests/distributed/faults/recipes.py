@@ -15,13 +15,13 @@ from torch import Tensor
 
 from tests.distributed.faults.fault_variants import fail_there, operations_of, ways_to_fail
 from tests.distributed.models import device
+from tests.fault_injection import FaultInjector
 from tests.recipes.grpo.tiny import JUDGE, grpo_config
 from tests.recipes.ppo.rollouts import ppo_config
 from tests.recipes.running import demo_config, load_ours
 from torchtune_adaptive.engine.limits import RowLimit
 from torchtune_adaptive.engine.step import StepRunner
 from torchtune_adaptive.rl.stages import FIND_REWARDS, GENERATE, SCORE_POLICY, SCORE_REFERENCE, STAGES, TRAIN_POLICY
-from torchtune_adaptive.testing import FaultInjector
 from torchtune_adaptive.tune import distributed
 from torchtune_adaptive.tune.preference import POLICY, REFERENCE, REFERENCE_LOG_PROBS, figures_of
 
@@ -54,8 +54,6 @@ class RecipeCase:
     kind: str
     stage: str
     overrides: tuple[str, ...] = ()
-    layer_by_layer: bool = False
-    """Generate layer by layer: gather parameters again for every token."""
     world_size: int = 2
     failing: tuple[int, ...] = (1,)
     rows: int = 2
@@ -78,9 +76,6 @@ def cases() -> Iterator[RecipeCase]:
             yield plain
             others = {"no reshard": {"overrides": GATHERED}, **(WAYS_OF_PAIRS if kind in ON_PAIRS else {})}
             yield from (replace(way, stride=max(17, way.stride)) for way in ways_to_fail(plain, others))
-    by_layer = RecipeCase("recipes, full_ppo, layer by layer", "full_ppo", GENERATE, layer_by_layer=True)
-    yield by_layer
-    yield replace(by_layer, name=f"{by_layer.name}, first pass", first_pass=True, stride=17)
 
 
 RECIPE_CASES = tuple(cases())
@@ -102,7 +97,7 @@ def config_of(kind: str, folder: Path, *overrides: str) -> DictConfig:
     return grpo_config(kind, folder, *same, *one_group, *overrides)
 
 
-def build(kind: str, overrides: tuple[str, ...], layer_by_layer: bool) -> tuple[Any, dict[str, Any]]:
+def build(kind: str, overrides: tuple[str, ...]) -> tuple[Any, dict[str, Any]]:
     """Collective: set up a recipe; return it with the initial limits of its stages."""
     with tempfile.TemporaryDirectory(prefix="faults-") as own:  # only rank 0's folder is used
         folder = [own]
@@ -111,8 +106,6 @@ def build(kind: str, overrides: tuple[str, ...], layer_by_layer: bool) -> tuple[
             recipe: Any = load_ours(kind)(config_of(kind, Path(folder[0]) / "run", *overrides))
         recipe.setup()
         dist.barrier()
-    if layer_by_layer:
-        recipe.stages.gather_by_layer()
     for runner in runners_of(recipe).values():
         runner.use_limit(RowLimit(SAMPLES))
     return recipe, {stage: runner.state_dict() for stage, runner in runners_of(recipe).items()}
@@ -156,7 +149,7 @@ class RecipeBench:
         if case.kind.endswith("_grpo") and case.stage != TRAIN_POLICY:
             # with two updates there is one more stage, but if the second update fails, the first has used other rows
             overrides = (*overrides, "ppo_epochs=2", *(JUDGE if case.stage == FIND_REWARDS else ()))
-        self.recipe, self._fresh = make(case.kind, overrides, case.layer_by_layer)
+        self.recipe, self._fresh = make(case.kind, overrides)
         self.stages = self.recipe.stages
         self.runners = runners_of(self.recipe)
         dataset = self.recipe.loop.data.dataset

@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from tests.distributed.faults.meshes import MESH_CASES, parts_of
 from tests.distributed.faults.sweeps import sweep
 from tests.distributed.models import gradients_equal, gradients_of, runner_of
+from tests.fault_injection import FaultInjector
 from tests.ranks import RankFailed, run_on_ranks
 from torchtune_adaptive.engine import ghost
 from torchtune_adaptive.engine.limits import RowLimit
@@ -29,7 +30,6 @@ from torchtune_adaptive.engine.memory import MemoryMeter
 from torchtune_adaptive.engine.ranks import LATE_S
 from torchtune_adaptive.engine.results import Totals
 from torchtune_adaptive.engine.step import Recovery, SampleKind, StepRunner
-from torchtune_adaptive.testing import FaultInjector
 
 CASES = {case.name: case for case in MESH_CASES}
 SAMPLED = 4

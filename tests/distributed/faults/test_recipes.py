@@ -13,7 +13,7 @@ from torchtune_adaptive.tune.samples import PAIR
 SAMPLED = 2  # operations per stage
 WAYS = {
     **dict.fromkeys(ON_PAIRS, ("first pass", "drain too", "no reshard", "without padding", "full checkpointing")),
-    "full_ppo": ("layer by layer", f"{GENERATE}, first pass", f"{TRAIN_POLICY}, first pass", "drain too"),
+    "full_ppo": (f"{GENERATE}, first pass", f"{TRAIN_POLICY}, first pass", "drain too"),
 }
 
 

@@ -22,13 +22,13 @@ from tests.distributed.models import (
     runner_of,
     samples_of,
 )
+from tests.fault_injection import FaultInjector
 from tests.ranks import run_on_ranks
 from torchtune_adaptive.engine import fsdp
 from torchtune_adaptive.engine.collectives import CollectiveLedger
 from torchtune_adaptive.engine.memory import MemoryMeter
 from torchtune_adaptive.engine.results import Totals
 from torchtune_adaptive.engine.step import Recovery
-from torchtune_adaptive.testing import FaultInjector
 
 SAMPLED = 6  # operations of a step, in forward, loss, backward and recomputation
 SAMPLED_NAMES = {

@@ -21,12 +21,12 @@ from tests.distributed.models import (
     gradients_equal,
     gradients_of,
 )
+from tests.fault_injection import FaultInjector
 from tests.ranks import RankFailed, run_on_ranks
 from torchtune_adaptive.engine.limits import Limit, RowLimit, Surface, SurfaceLimit, TokenLimit
 from torchtune_adaptive.engine.results import Totals
 from torchtune_adaptive.engine.step import SampleKind, StepRunner
 from torchtune_adaptive.errors import LimitExhaustedError
-from torchtune_adaptive.testing import FaultInjector
 
 PLAIN = ModelConfig(dropout=0.0)
 LENGTHS = [[4, 5, 4, 6, 4, 5], [31, 7, 30, 4, 12, 9], [8, 16, 8, 16, 8, 16]]

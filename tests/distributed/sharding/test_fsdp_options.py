@@ -17,11 +17,11 @@ from tests.distributed.sharding.test_hybrid import (
     runner_of,
     whole_gradients,
 )
+from tests.fault_injection import FaultInjector
 from tests.ranks import RankFailed, run_on_ranks
 from torchtune_adaptive.engine.results import Totals
 from torchtune_adaptive.engine.step import Recovery
 from torchtune_adaptive.errors import RecoveryUnsupportedError
-from torchtune_adaptive.testing import FaultInjector
 
 
 def sharded(model: nn.Module, replicas: int = 1) -> nn.Module:

@@ -20,12 +20,12 @@ from tests.distributed import models
 from tests.distributed.count_collectives import ALL_REDUCE, CountCollectives
 from tests.distributed.faults.fault_variants import over_ranks
 from tests.distributed.models import mesh_of, samples_of
+from tests.fault_injection import FaultInjector
 from tests.ranks import run_on_ranks
 from torchtune_adaptive.engine.ranks import LATE_S
 from torchtune_adaptive.engine.results import Totals
 from torchtune_adaptive.engine.step import Recovery, StepRunner
 from torchtune_adaptive.errors import UnrecoverableError
-from torchtune_adaptive.testing import FaultInjector
 
 SAMPLES = 8
 

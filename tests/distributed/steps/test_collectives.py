@@ -18,9 +18,9 @@ from tests.distributed.models import (
     runner_of,
     samples_of,
 )
+from tests.fault_injection import FaultInjector
 from tests.ranks import run_on_ranks
 from torchtune_adaptive.engine.step import Recovery
-from torchtune_adaptive.testing import FaultInjector
 
 Figures = tuple[float, float]
 """The loss and its number of tokens."""

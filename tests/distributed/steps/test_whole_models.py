@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from tests.distributed.count_collectives import CountCollectives
+from tests.fault_injection import FaultInjector
 from tests.ranks import run_on_ranks
 from torchtune_adaptive.engine import buckets
 from torchtune_adaptive.engine.limits import RowLimit
@@ -20,7 +21,6 @@ from torchtune_adaptive.engine.ranks import LATE_S, message_counters
 from torchtune_adaptive.engine.results import Totals
 from torchtune_adaptive.engine.step import SampleKind, StepRunner
 from torchtune_adaptive.errors import UnrecoverableError
-from torchtune_adaptive.testing import FaultInjector
 
 KIND = SampleKind(length_of=len, filler=lambda sample: sample[:2])
 SAMPLES = 6

@@ -69,7 +69,7 @@ class DiskRun:
     def disk_full(self) -> None:
         start = self._start("full")
         with mounted(start.folder / "out", SMALL[self._variant]):
-            self._fails(start, 0, ["no space left", "free", "step_4"])
+            self._fails(start, 0, ["could not be saved", "free", "step_4"])
             _call("mount", "-o", f"remount,size={LARGE}", str(start.folder / "out"))
             self._resumes(start, 1)
 

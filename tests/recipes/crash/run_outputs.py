@@ -9,9 +9,10 @@ from typing import Any
 import torch
 
 from tests.recipes.crash.variants import EPOCHS, KEEP, STEPS, STEPS_PER_EPOCH
+from tests.timeline import read_timeline
 from torchtune_adaptive.checkpoints.store import MANIFEST_FILE
 from torchtune_adaptive.lifecycle.run_state import LOCK_FILE
-from torchtune_adaptive.report.journal import STEPS_FILE, read_timeline
+from torchtune_adaptive.report.journal import STEPS_FILE
 
 LAST_EPOCH = f"epoch_{EPOCHS - 1}"
 

@@ -2,13 +2,12 @@
 
 import re
 import shutil
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.forked_commands import tune_run_forked
-from tests.recipes.running import STOCK, Finished, run_command, tune_run
+from tests.recipes.running import STOCK, Finished, tune_run
 
 ROOT = Path(__file__).parents[3]
 FULL, LORA = "adaptive_full_finetune_distributed", "adaptive_lora_finetune_distributed"
@@ -104,15 +103,3 @@ def test_one_process_with_a_custom_config_and_custom_components(tmp_path: Path) 
         arithmetic="2 rows × 2 microbatches × 1 rank = 4 samples a step (as configured) · 8 steps an epoch · 1 epoch",
     )
     assert (tmp_path / "out" / "epoch_0" / "adapter_model.pt").is_file()
-
-
-def test_module_with_equals_sign_and_a_profile(tmp_path: Path) -> None:
-    profiled = ("profiler.enabled=True", *(f"profiler.{what}_steps=1" for what in ("wait", "warmup", "active")))
-    command = [sys.executable, "-m", LORA, "--config=adaptive/demo/lora", *SMALL, *profiled]
-    ended = run_command(command, cwd=tmp_path, timeout_s=120)
-    assert_trained(
-        ended,
-        tmp_path,
-        arithmetic="2 rows × 4 microbatches × 1 rank = 8 samples a step (as configured) · 4 steps an epoch · 1 epoch",
-    )
-    assert list((tmp_path / "out" / "profiling_outputs").rglob("*trace.json*"))

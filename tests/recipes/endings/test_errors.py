@@ -1,7 +1,6 @@
 """User errors give one message with the key, its value and the allowed values."""
 
 import re
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,7 +15,6 @@ from torchtune_adaptive.errors import ConfigError
 FULL, LORA = "full", "lora"
 SMALL = "dataset.samples=16"
 COUNT = "a whole number of at least 1"
-TP_PLAN = "tensor_parallel_plan._component_=torchtune.models.llama3.base_llama_tp_plan"
 
 Start = Callable[..., str]
 
@@ -60,20 +58,6 @@ def test_malformed_file_is_named_with_its_error(message: Start, tmp_path: Path, 
     assert_mentions(message(FULL, config=str(path)), *named, *parts)
 
 
-@pytest.mark.parametrize(
-    ("name", "wanted"),
-    [
-        ("adaptive/llama3_2/1B_ful", " adaptive/llama3_2/1B_full"),
-        ("llama3_2/1B_ful", " llama3_2/1B_full"),
-        ("/nowhere/x.yaml", "tune-adaptive ls"),
-    ],
-)
-def test_unknown_config_lists_similar_ones_or_the_command_that_lists_all(
-    message: Start, name: str, wanted: str
-) -> None:
-    assert_mentions(message(FULL, config=name), f"--config {name}", wanted)
-
-
 @pytest.mark.parametrize("arguments", [[], ["--config"], ["epochs=1"]])
 def test_missing_config_is_an_error(arguments: list[str]) -> None:
     with pytest.raises(ConfigError, match=r"--config is missing"):
@@ -106,18 +90,12 @@ def test_bad_override_is_named(message: Start, override: str, parts: list[str]) 
         ("custom_sharded_layers=tok_embeddings", ["custom_sharded_layers is 'tok_embeddings'", "a list of names"]),
         ("device=gpu", ["device is 'gpu'", "set device: cpu"]),
         ("device=cuda:9", ["device is 'cuda:9'", "set device: cpu"]),
-        ("optimizer_in_bwd=True", ["optimizer_in_bwd is True", "clip_grad_norm is 1.0"]),
         ("lr_scheduler=torch.optim.lr_scheduler.StepLR", ["lr_scheduler is", "a section with a _component_"]),
         ("output_dir=/proc/none", ["cannot write to output_dir '/proc/none'"]),
     ],
 )
 def test_wrong_value_is_named_with_the_allowed_values(message: Start, override: str, parts: list[str]) -> None:
     assert_mentions(message(FULL, override, SMALL), *parts)
-
-
-def test_world_size_not_divisible_by_tensor_parallel_dim_is_refused(message: Start) -> None:
-    text = message(FULL, "tensor_parallel_dim=2", TP_PLAN, "optimizer.fused=False")
-    assert_mentions(text, "tensor_parallel_dim 2 must equal the world size, which is 1", "--nproc_per_node")
 
 
 @pytest.mark.parametrize(
@@ -163,25 +141,6 @@ def test_component_that_cannot_be_built_is_named(message: Start, override: str, 
     assert_mentions(message(FULL, *override.split(), SMALL), *parts)
 
 
-def leave(*args: object, **keys: object) -> None:
-    """A component that ends the process."""
-    sys.exit(0)
-
-
-LEAVE = f"{__name__}.leave"
-
-
-@pytest.mark.parametrize(
-    ("key", "value", "parts"),
-    [
-        ("metric_logger", LEAVE, ["metric_logger could not be built", "SystemExit"]),
-        ("optimizer", LEAVE, ["optimizer could not be built", "SystemExit"]),
-    ],
-)
-def test_component_that_exits_with_success_is_named(message: Start, key: str, value: str, parts: list[str]) -> None:
-    assert_mentions(message(FULL, SMALL, "adaptive.max_batch_size=8", f"{key}={value}"), *parts)
-
-
 def test_missing_data_file_is_named(message: Start) -> None:
     data = (
         "dataset=torchtune.datasets.instruct_dataset",
@@ -202,42 +161,6 @@ def test_missing_data_file_is_named(message: Start) -> None:
 )
 def test_weights_of_another_model_are_refused(message: Start, kind: str, override: str, found: str) -> None:
     assert_mentions(message(kind, override), "checkpointer: the weights do not match the model", found)
-
-
-@pytest.mark.parametrize(
-    ("override", "parts"),
-    [
-        ("optimizer_in_bwd=True", ["optimizer_in_bwd is True", "LoRA"]),
-        ("~model.lora_rank", ["model.lora_rank is missing", COUNT]),
-        ("model.lora_attn_modules=[query]", ["model.lora_attn_modules is ['query']", "q_proj"]),
-    ],
-)
-def test_options_unsupported_with_lora_are_refused_before_training(
-    message: Start, override: str, parts: list[str]
-) -> None:
-    assert_mentions(message(LORA, override), *parts)
-
-
-def test_resuming_without_a_checkpoint_is_refused(message: Start) -> None:
-    for kind in (FULL, LORA):
-        text = message(kind, "resume_from_checkpoint=True")
-        assert_mentions(text, "resume_from_checkpoint is True", f"runs/demo/{kind}", "=auto needs no names")
-
-
-def test_resuming_a_finished_run_is_refused(message: Start) -> None:
-    files = "checkpointer.checkpoint_files=[epoch_0/model-00001-of-00001.bin]"
-    start_in_process(FULL, "--config", "adaptive/demo/full", "epochs=2", SMALL, train=True)
-    text = message(FULL, "resume_from_checkpoint=True", "epochs=1", SMALL, files)
-    assert_mentions(text, "epochs is 1", "already has 1", "raise epochs")
-
-
-def test_resuming_lora_without_its_adapter_is_refused(message: Start, tmp_path: Path) -> None:
-    start_in_process(LORA, "--config", "adaptive/demo/lora", "epochs=2", SMALL, train=True)
-    for adapter in (tmp_path / "runs/demo/lora").glob("epoch_*/adapter_model.pt"):
-        adapter.unlink()
-    files = "checkpointer.checkpoint_files=[epoch_0/model-00001-of-00001.bin]"
-    text = message(LORA, "resume_from_checkpoint=True", "epochs=2", SMALL, files)
-    assert_mentions(text, "adapter_model.pt", "resume_from_checkpoint is True")
 
 
 A_SLIP = "batch_szie is not a known key: did you mean batch_size?"

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
+from tests.fault_injection import FaultInjector
 from tests.ranks import run_on_ranks
 from tests.recipes.interrupted_runs import train_until
 from tests.recipes.recorders import read_log
 from tests.recipes.running import RELATIVE_AFTER_ADAM, demo_config
-from torchtune_adaptive.testing import FaultInjector
 
 DISTILL = Path(__file__).parents[3] / "examples" / "recipes" / "distill.py"
 TEACHER = (

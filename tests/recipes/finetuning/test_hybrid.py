@@ -15,7 +15,7 @@ from tests.ranks import run_on_ranks
 from tests.recipes.interrupted_runs import stopped_before_epoch
 from tests.recipes.recorders import read_log
 from tests.recipes.running import RELATIVE, SGD, demo_config, run_ours, saved_weights
-from torchtune_adaptive.report.journal import read_timeline
+from tests.timeline import read_timeline
 
 BASE = (
     *SGD,

@@ -9,7 +9,7 @@ from tests.ranks import run_on_ranks
 from tests.recipes.endings.test_endings import tune_on_two
 from tests.recipes.recorders import read_log
 from tests.recipes.running import RELATIVE, SGD, demo_config, run_ours, run_stock
-from torchtune_adaptive.report.journal import read_timeline
+from tests.timeline import read_timeline
 
 STEPS = 3
 TENSOR = (

@@ -8,12 +8,12 @@ import torch
 from torch import Tensor, nn
 from torchtune.modules import peft
 
+from tests.fault_injection import FaultInjector
 from tests.ranks import run_on_ranks
 from tests.recipes.grpo.tiny import JUDGE, KINDS, STEPS, grpo_config
 from tests.recipes.recorders import read_log
 from tests.recipes.running import load_ours
 from torchtune_adaptive.rl.stages import GENERATE, SCORE_POLICY, SCORE_REFERENCE, TRAIN_POLICY
-from torchtune_adaptive.testing import FaultInjector
 
 FAULTS = {GENERATE: 30, SCORE_POLICY: 5, SCORE_REFERENCE: 20, TRAIN_POLICY: 60}
 WAYS: dict[str, tuple[int, tuple[str, ...]]] = {

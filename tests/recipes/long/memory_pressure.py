@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 from torch.utils.data import Dataset
 
+from tests.fault_injection import FaultInjector
 from torchtune_adaptive.engine.plans import Plan
 from torchtune_adaptive.rl.stages import FORWARD, GENERATE, TRAIN_POLICY, TRAIN_VALUE
-from torchtune_adaptive.testing import FaultInjector
 from torchtune_adaptive.tune.preference import POLICY, REFERENCE
 
 LONGEST, MEDIAN = 256, 48

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 from tests.ranks import run_on_ranks
-from tests.recipes.interrupted_runs import resume_arguments, stopped_before_epoch
+from tests.recipes.interrupted_runs import RESUME, stopped_before_epoch
 from tests.recipes.long.memory_pressure import CALM_BYTES, LONGEST, Cut, Storm, number_of, read_cuts, stages_of
 from tests.recipes.ppo.rollouts import ppo_config, saved
 from tests.recipes.running import demo_config, load_ours, saved_weights
@@ -115,7 +115,7 @@ def config_of(weather: Weather, folder: Path, *overrides: str) -> Any:
 
 def train(weather: Weather, folder: Path, first: int) -> None:
     """Collective: train to the middle, or from there to the end."""
-    resume = resume_arguments(weather.kind, first) if first and not weather.of_rollouts else []
+    resume = [RESUME] if first and not weather.of_rollouts else []
     recipe = load_ours(weather.kind)(config_of(weather, folder, f"adaptive.memory_limit={CALM_BYTES}B", *resume))
     recipe.setup()
     storm = Storm(recipe, weather.seed, stages_of(recipe), splits_of(folder))

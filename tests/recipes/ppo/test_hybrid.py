@@ -2,13 +2,13 @@
 
 from pathlib import Path
 
+from tests.fault_injection import FaultInjector
 from tests.ranks import run_on_ranks
 from tests.recipes.ppo.rollouts import ppo_config
 from tests.recipes.ppo.test_runs import compare
 from tests.recipes.recorders import events_of
 from tests.recipes.running import load_ours, run_ours
 from torchtune_adaptive.rl.stages import STAGES
-from torchtune_adaptive.testing import FaultInjector
 
 ON_FOUR = ("batch_size=2", "ppo_batch_size=2", "forward_batch_size=2")
 HYBRID = ("data_parallel_replicate_dim=2", "adaptive.regrow_after=0")

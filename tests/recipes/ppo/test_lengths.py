@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from tests.fault_injection import FaultInjector
 from tests.ranks import run_on_ranks
 from tests.recipes.ppo.rollouts import ppo_config
 from tests.recipes.ppo.test_runs import compare
@@ -17,7 +18,6 @@ from torchtune_adaptive.engine.plans import Plan
 from torchtune_adaptive.errors import AdaptiveError
 from torchtune_adaptive.report.journal import STEPS_FILE
 from torchtune_adaptive.rl.stages import FORWARD, STAGES
-from torchtune_adaptive.testing import FaultInjector
 from torchtune_adaptive.tune import distributed
 
 NEW = 12

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.fault_injection import FaultInjector
 from tests.ranks import run_on_ranks
 from tests.recipes.interrupted_runs import train_until
 from tests.recipes.ppo.rollouts import ppo_config, saved
@@ -13,7 +14,6 @@ from tests.recipes.recorders import events_of, read_log
 from tests.recipes.running import load_ours, run_ours
 from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.rl.stages import FIND_VALUES, STAGES, TRAIN_POLICY, TRAIN_VALUE
-from torchtune_adaptive.testing import FaultInjector
 
 RELATIVE = 1e-5
 ON_TWO = ("batch_size=4", "ppo_batch_size=2", "forward_batch_size=4")

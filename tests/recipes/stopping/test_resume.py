@@ -22,7 +22,6 @@ WHOLE_RUN = (
 )
 SAVED_WEIGHTS = "checkpointer.checkpoint_files=[epoch_0/model-00001-of-00001.bin]"
 SAVED_STATE = "checkpointer.recipe_checkpoint=epoch_0/recipe_state.pt"
-IN_BACKWARD = ("optimizer_in_bwd=True", "gradient_accumulation_steps=1", "clip_grad_norm=null")
 
 
 @dataclass(frozen=True)
@@ -38,7 +37,6 @@ class Case:
 
 CASES = {
     "ours-by-stock": Case(then=run_stock, resume_arguments=(SAVED_WEIGHTS, SAVED_STATE)),
-    "in-backward": Case(overrides=IN_BACKWARD, resume_arguments=(SAVED_WEIGHTS,)),
     "adapter-only": Case("lora", overrides=("save_adapter_weights_only=True",), weights="adapter_model.pt"),
 }
 
@@ -50,7 +48,8 @@ def run_both(name: str, folder: Path) -> None:
     run_ours(case.kind, demo_config(case.kind, folder / "whole", *overrides))
     with stopped_before_epoch(1):
         run_ours(case.kind, demo_config(case.kind, folder / "resumed", *overrides))
-    resume = (*overrides, *case.resume_arguments, "resume_from_checkpoint=True")
+    mode = "True" if case.then is run_stock else "auto"
+    resume = (*overrides, *case.resume_arguments, f"resume_from_checkpoint={mode}")
     case.then(case.kind, demo_config(case.kind, folder / "resumed", *resume))
 
 

@@ -16,8 +16,8 @@ from torchao.optim import AdamW8bit
 from tests.ranks import run_on_ranks
 from tests.recipes.interrupted_runs import train_until
 from tests.recipes.running import demo_config, load_ours, saved_weights
+from tests.timeline import read_timeline
 from torchtune_adaptive.lifecycle.run_state import LOCK_FILE
-from torchtune_adaptive.report.journal import read_timeline
 
 EPOCHS, STEPS = 2, 4
 EVERY = 3

@@ -15,9 +15,10 @@ import torch.distributed as dist
 from tests.ranks import run_on_ranks
 from tests.recipes.interrupted_runs import train_until
 from tests.recipes.running import demo_config, load_ours, run_ours
+from tests.timeline import read_timeline
 from torchtune_adaptive.errors import RunStopped
 from torchtune_adaptive.lifecycle.run_state import THIS_RUN
-from torchtune_adaptive.report.journal import VALIDATION, read_timeline
+from torchtune_adaptive.report.journal import VALIDATION
 from torchtune_adaptive.tune import distributed
 from torchtune_adaptive.tune.validation import Validation
 

@@ -5,7 +5,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from torchtune_adaptive.atomic_files import directory_id
 from torchtune_adaptive.checkpoints import store
 from torchtune_adaptive.checkpoints.store import Manifest, OutputDirectory, Position, record_files, write_manifest
 
@@ -22,9 +21,8 @@ def manifest(serial: int = 0, **changes: Any) -> Manifest:
 def marked(directory: Path) -> OutputDirectory:
     """Return the directory of the run that stages here."""
     directory.mkdir(parents=True, exist_ok=True)
-    here = OutputDirectory(path=directory, mark="made", directory_id=directory_id(directory))
+    here = OutputDirectory(path=directory, mark="made")
     here.staging.mkdir(parents=True, exist_ok=True)
-    (here.staging / store.MARKER_FILE).touch()
     return here
 
 

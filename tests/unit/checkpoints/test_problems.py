@@ -1,53 +1,15 @@
 """Messages about failed checkpoints tell users how to react."""
 
-import errno
-import os
 from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch
-from omegaconf import OmegaConf
 
 from torchtune_adaptive.checkpoints import loading, manager
 from torchtune_adaptive.checkpoints.manager import describe_failure
 from torchtune_adaptive.config.remedies import KEYS
-from torchtune_adaptive.errors import CheckpointError, ConfigError
-from torchtune_adaptive.failed_writes import python_opens_files
-
-
-def test_operating_systems_reason_is_shown_with_its_file(tmp_path: Path) -> None:
-    full = OSError(errno.ENOSPC, "No space left on device")
-    assert describe_failure(full, tmp_path).startswith("No space left on device (")
-    gone = FileNotFoundError(errno.ENOENT, "No such file or directory", "weights/tokenizer.json")
-    assert describe_failure(gone, tmp_path).startswith("No such file or directory: weights/tokenizer.json (")
-
-
-@pytest.mark.parametrize("numbers", [10, 10**6], ids=["at the end of the file", "before the end"])
-def test_reason_of_a_short_fault_of_the_disk_is_shown(tmp_path: Path, numbers: int) -> None:
-    """torch's own error has no reason. Later writes would succeed, so they cannot show it either."""
-    with python_opens_files(), pytest.raises((OSError, RuntimeError)) as failed:
-        torch.save({"weight": torch.zeros(numbers)}, "/dev/full")
-    assert describe_failure(failed.value, tmp_path).startswith("No space left on device (")
-    unknown = RuntimeError("unexpected pos 64 vs 0")
-    assert describe_failure(unknown, tmp_path).startswith("RuntimeError: unexpected pos 64 vs 0 (")
-
-
-@pytest.mark.parametrize(
-    "component", ["torchtune.training.FullModelHFCheckpointer", "torchtune_adaptive.demo.weights.demo_checkpointer"]
-)
-def test_uncopyable_file_is_refused_before_training(tmp_path: Path, component: str) -> None:
-    section = OmegaConf.create({"_component_": component, "checkpoint_dir": str(tmp_path)})
-    (tmp_path / "model.safetensors").symlink_to("gone")  # a save does not copy weights
-    (tmp_path / ".cache").symlink_to("gone")
-    loading.check_copied_files(section)
-    (tmp_path / "tokenizer.json").symlink_to("../blobs/1a2b")
-    with pytest.raises(ConfigError, match=r"tokenizer\.json, but it cannot be read, or is no file"):
-        loading.check_copied_files(section)
-    (tmp_path / "tokenizer.json").unlink()
-    os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(ConfigError, match=r"pipe, but it cannot be read, or is no file"):
-        loading.check_copied_files(section)
+from torchtune_adaptive.errors import CheckpointError
 
 
 def test_oom_in_a_save_names_the_checkpoint_to_resume_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from tests.unit.checkpoints.checkpoint_files import complete, save
-from tests.unit.checkpoints.run_starts import ADAPTER, config, files_of, saved, start
+from tests.unit.checkpoints.run_starts import config, files_of, saved, start
 from torchtune_adaptive.checkpoints import store
-from torchtune_adaptive.checkpoints.identity import difference, identity_of
+from torchtune_adaptive.checkpoints.identity import identity_of
 from torchtune_adaptive.checkpoints.resuming import decide
 from torchtune_adaptive.checkpoints.store import Position
 from torchtune_adaptive.config.checks import read_full_settings
@@ -117,21 +117,6 @@ def test_interrupted_clean_up_of_a_finished_run_is_completed_by_the_next(
     assert [path.name for path in tmp_path.iterdir()] == ["epoch_2"]
 
 
-def test_adapter_resumes_with_the_base_weights_it_was_trained_with(tmp_path: Path) -> None:
-    out, base = tmp_path / "out", tmp_path / "base"
-    base.mkdir()
-    (base / "base.pt").write_bytes(b"one model")
-    where = f"checkpointer.checkpoint_dir={base}"
-    identity = identity_of(config(out, where), "lora")
-    save(out, "epoch_0", identity=identity, content=ADAPTER)
-    assert start(out, where, recipe="lora").resumes
-    base.rename(tmp_path / "moved")
-    assert start(out, f"checkpointer.checkpoint_dir={tmp_path / 'moved'}", recipe="lora").resumes
-    (tmp_path / "moved" / "base.pt").write_bytes(b"two model")
-    with pytest.raises(ConfigError, match=r"frozen weights in base\.pt"):
-        start(out, f"checkpointer.checkpoint_dir={tmp_path / 'moved'}", recipe="lora")
-
-
 def test_pruning_interrupted_by_a_kill_is_completed_at_the_next_start(tmp_path: Path) -> None:
     """The checkpoint to resume from stays, even if newer ones are unusable."""
     for step in (2, 4, 6):
@@ -140,20 +125,6 @@ def test_pruning_interrupted_by_a_kill_is_completed_at_the_next_start(tmp_path: 
     assert files_of(start(tmp_path, "keep_last_n_checkpoints=1")).folder.name == "step_4"
     assert complete(tmp_path) == ["step_6", "step_4"]
     assert files_of(start(tmp_path)).folder.name == "step_4"
-
-
-def test_base_weights_in_several_files_belong_to_an_adapter_too(tmp_path: Path) -> None:
-    files = {"filename_format": "base-{}-of-{}.bin", "max_filename": "00002"}
-    for folder, second in (("one", b"1"), ("two", b"2")):
-        (tmp_path / folder).mkdir()
-        (tmp_path / folder / "base-00001-of-00002.bin").write_bytes(b"0")
-        (tmp_path / folder / "base-00002-of-00002.bin").write_bytes(second)
-    identities = []
-    for folder in ("one", "two"):
-        cfg = config(tmp_path / "out", f"checkpointer.checkpoint_dir={tmp_path / folder}")
-        cfg.checkpointer.checkpoint_files = files
-        identities.append(identity_of(cfg, "lora"))
-    assert (difference(*identities) or "").startswith("frozen weights in base-00002-of-00002.bin is ")
 
 
 def test_fresh_start_removes_leftovers_of_a_kill(tmp_path: Path) -> None:

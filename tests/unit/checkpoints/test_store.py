@@ -3,7 +3,6 @@
 import errno
 import json
 import os
-import shutil
 import stat
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -98,33 +97,6 @@ def test_folder_that_fails_to_sync_is_an_error_if_the_file_system_supports_it(
     with pytest.raises(OSError, match="Input/output error") if supported else nullcontext():
         store.publish(here, staged, "epoch_0")
     assert complete(tmp_path) == ["epoch_0"] * (not supported)
-
-
-@pytest.mark.parametrize("change", ["moved", "replaced", "copied", "cleaned by another run", "staged again", "looped"])
-def test_checkpoint_is_not_published_into_a_directory_that_another_run_owns(change: str, tmp_path: Path) -> None:
-    directory = tmp_path / "out"
-    save(directory, "step_2")
-    staged = stage(directory, "step_4", 1)
-    here = marked(directory)
-    if change == "cleaned by another run":
-        store.clean(directory)
-    elif change == "staged again":  # by a checkpointer that creates missing folders
-        (here.staging / store.MARKER_FILE).unlink()
-    else:
-        directory.rename(tmp_path / "elsewhere")
-    if change == "looped":
-        directory.symlink_to(directory)
-        with pytest.raises(store.DirectoryLost):
-            here.check()
-        return
-    if change == "replaced":
-        save(directory, "step_4", 5)
-    elif change == "copied":
-        shutil.copytree(tmp_path / "elsewhere", directory)
-    before = complete(directory)
-    with pytest.raises((store.DirectoryLost, FileNotFoundError)):
-        store.publish(here, staged, "step_4")
-    assert complete(directory) == before
 
 
 def test_publishing_replaces_a_folder_of_the_same_name(tmp_path: Path) -> None:

@@ -96,14 +96,6 @@ def test_folder_without_a_run_is_reported(missing: bool, tmp_path: Path, status:
     assert report == (f"{tmp_path / 'none'} is not a folder\n" if missing else f"{tmp_path} contains no run\n")
 
 
-def test_checkpoints_in_a_moved_folder_are_found(tmp_path: Path, status: Status) -> None:
-    place = tmp_path / "out"
-    save(place, "step_2", serial=0)
-    started(place)
-    place.rename(tmp_path / "moved")
-    assert str(tmp_path / "moved" / "step_2") in status(tmp_path / "moved")[1]
-
-
 def test_copied_folder_is_judged_by_its_contents(tmp_path: Path, status: Status) -> None:
     original, copy = tmp_path / "original", tmp_path / "a copy"
     original.mkdir()
@@ -158,14 +150,6 @@ def test_unreadable_run_file_is_ignored(content: str, tmp_path: Path, status: St
 RECORD = {"command": "c", "folder": "f", "output_dir": "o", "serial": 0}
 
 
-@pytest.mark.parametrize("wrong", [{"serial": "0"}, {"message": []}, {"ended": 1}])
-def test_run_file_with_impossible_values_is_ignored(wrong: dict[str, Any], tmp_path: Path, status: Status) -> None:
-    (tmp_path / run_state.RUN_FILE).write_text(json.dumps(RECORD))
-    assert status(tmp_path)[0] == CAN_CONTINUE
-    (tmp_path / run_state.RUN_FILE).write_text(json.dumps(RECORD | wrong))
-    assert status(tmp_path) == (BROKEN, f"{tmp_path} contains no run\n")
-
-
 def test_control_characters_from_a_folder_are_escaped(tmp_path: Path, status: Status) -> None:
     title = "\x1b]0;title\x07\rfinished"
     (tmp_path / run_state.RUN_FILE).write_text(json.dumps(RECORD | {"ended": run_state.ERROR, "message": title}))
@@ -173,9 +157,3 @@ def test_control_characters_from_a_folder_are_escaped(tmp_path: Path, status: St
     _, report = status(tmp_path)
     assert report.count(r"\x1b]0;title\x07\rfinished") == 2
     assert all(each.isprintable() for each in report.splitlines())
-
-
-def test_too_long_name_is_an_error_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match="1"):
-        main(["status", "a" * 300])
-    assert capsys.readouterr().err == f"error: {'a' * 300}: File name too long; correct the path\n"

@@ -9,13 +9,13 @@ from torch import Tensor, nn
 
 from tests.distributed.faults.fault_variants import as_dtensor_does
 from tests.fake_memory import FakeMemory
+from tests.fault_injection import FaultInjector
 from torchtune_adaptive.engine.governor import EXHAUSTED, RECOVERY
 from torchtune_adaptive.engine.limits import RowLimit
 from torchtune_adaptive.engine.memory import MemoryMeter
 from torchtune_adaptive.engine.results import Totals
 from torchtune_adaptive.engine.step import Recovery, SampleKind, StepRunner
 from torchtune_adaptive.errors import LimitExhaustedError, RecoveryUnsupportedError, Remedy, UnrecoverableError
-from torchtune_adaptive.testing import FaultInjector
 
 SAMPLES = [torch.arange(16.0) * scale for scale in range(1, 9)]
 KIND = SampleKind(length_of=len, filler=lambda sample: sample)

@@ -1,7 +1,6 @@
 """Results of the search for many memory functions, the rows it measures, and its messages."""
 
 import random
-from collections.abc import Mapping
 from math import ceil
 from typing import Any
 
@@ -15,7 +14,6 @@ from tests.simulated_memory import (
     Device,
     PeakFunction,
     affine,
-    always_fits,
     budget_for,
     headrooms,
     one_row_cheaper,
@@ -24,8 +22,8 @@ from tests.simulated_memory import (
     roundings,
 )
 from torchtune_adaptive.engine.limits import MAX_ROWS, Surface, candidate_rows
-from torchtune_adaptive.engine.search import STRATEGIES, Budget, History, Peak, Probe, fit_line, search
-from torchtune_adaptive.errors import ConfigError, OneRowDoesNotFitError
+from torchtune_adaptive.engine.search import STRATEGIES, History, Peak, Probe, fit_line
+from torchtune_adaptive.errors import OneRowDoesNotFitError
 
 
 @given(phases, headrooms)
@@ -259,23 +257,6 @@ def test_llama_8b_gets_31_rows_and_not_78() -> None:
         assert (each.rows, each.out_of_memory_count) == (31, 0)
 
 
-@pytest.mark.parametrize(
-    ("options", "reason"),
-    [
-        ({"round_to": "none"}, "8.9 fit"),
-        ({}, "8.9 fit, rounded down to a power of two"),
-        ({"max_rows": 4}, "limited to 4"),
-        ({"max_rows": 7}, "limited to 7, rounded down to a power of two"),
-        ({"max_rows": 7, "strategy": "binary"}, "limited to 7, rounded down to a power of two"),
-        ({"strategy": "binary"}, "16 did not fit"),
-        ({"strategy": "binary", "round_to": "none"}, "9 did not fit"),
-    ],
-)
-def test_reason_explains_why_there_are_not_more_rows(options: dict[str, Any], reason: str) -> None:
-    device = Device(affine((1050, 100)), 1945 * MIB)
-    assert device.search(**options).reason == reason
-
-
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_one_row_is_the_result_if_two_do_not_fit_even_with_retries(strategy: str) -> None:
     device = Device(affine((0, 1000)), 1999 * MIB, retries_above=0)
@@ -292,28 +273,6 @@ def test_one_row_over_the_budget_is_an_error_with_its_need_if_known(strategy: st
     with pytest.raises(OneRowDoesNotFitError, match=message) as caught:
         device.search(strategy=strategy, max_rows=4)
     assert (caught.value.need_bytes, caught.value.budget_bytes) == (1000 * MIB if soft else None, 999 * MIB)
-
-
-@pytest.mark.parametrize(
-    ("options", "named"),
-    [
-        ({"strategy": "guess"}, r"strategy: 'guess'.*linear, binary, decrease"),
-        ({"round_to": "ten"}, r"round_to: 'ten'.*power_of_two, none"),
-        ({"max_rows": 0}, r"max_rows: 0.*1 or more"),
-    ],
-)
-def test_invalid_option_is_named_with_the_allowed_values(options: dict[str, Any], named: str) -> None:
-    with pytest.raises(ConfigError, match=named):
-        Device(affine((1, 1)), 9 * MIB).search(**options)
-
-
-def test_phases_must_be_the_same_in_all_probes() -> None:
-    def measure(rows: int) -> Peak:
-        names: Mapping[str, int] = {"a": rows, "b": 1} if rows == 1 else {"a": rows}
-        return Peak(names, fits=True)
-
-    with pytest.raises(ValueError, match="same phases"):
-        search(measure, Budget(10), no_fit_error=always_fits)
 
 
 @pytest.mark.parametrize(

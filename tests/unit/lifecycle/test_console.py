@@ -4,7 +4,6 @@ import io
 import logging
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 
 import pytest
@@ -51,23 +50,6 @@ def test_without_a_terminal_progress_has_first_last_and_some_lines_between(
     first, *between, last = written.getvalue().splitlines()
     assert (first, last) == ("epoch 1 · 1 of 5 steps", "epoch 1 · 5 of 5 steps, loss 5.0")
     assert between == [f"epoch 1 · {step} of 5 steps, loss {step}.0" for step in middle]
-
-
-def test_short_or_hidden_progress_prints_no_line(ours: logging.Logger, monkeypatch: pytest.MonkeyPatch) -> None:
-    written = shown_in(io.StringIO(), monkeypatch)
-    for shown, at_once in ((True, False), (False, True)):
-        with progress_bar("batch search", None, "probes", shown=shown, at_once=at_once) as bar:
-            bar.update()
-    assert written.getvalue() == ""
-
-
-def test_long_progress_is_printed_by_default(ours: logging.Logger, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(console, "BETWEEN_LINES_S", 0.01)
-    written = shown_in(io.StringIO(), monkeypatch)
-    with progress_bar("batch search", None, "probes") as bar:
-        time.sleep(0.02)
-        bar.update()
-    assert written.getvalue() == "batch search · 1 probes\n"
 
 
 def test_in_a_terminal_progress_is_a_bar_between_lines(ours: logging.Logger, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -98,7 +98,7 @@ def test_out_of_memory_after_the_last_checkpoint_is_a_warning(
     monkeypatch.setattr(entry_point.THIS_RUN, "phase", entry_point.RunPhase.SETTING_UP)
     monkeypatch.setattr(sys, "argv", ["recipe", "--config", "adaptive/demo/full"])
     entry_point._run(EndsWithoutMemory, [])
-    assert "the run is finished, but its log or picture may be incomplete" in caplog.messages[-1]
+    assert "the run is finished, but its log may be incomplete" in caplog.messages[-1]
     monkeypatch.setattr(EndsWithoutMemory, "train", lambda _: None)
     with pytest.raises(RecoveryUnsupportedError, match="out of memory on rank 0"):
         entry_point._run(EndsWithoutMemory, [])

@@ -13,8 +13,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.timeline import read_timeline
 from torchtune_adaptive.engine.governor import RECOVERY, Change
-from torchtune_adaptive.report.journal import EVENTS_FILE, START, STEPS_FILE, Journal, read_timeline
+from torchtune_adaptive.report.journal import EVENTS_FILE, STEPS_FILE, Journal
 
 FILES = (EVENTS_FILE, STEPS_FILE)
 
@@ -219,39 +220,3 @@ def test_event_is_one_line_with_every_known_field(tmp_path: Path) -> None:
     known = {name: value for name, value in asdict(change).items() if value is not None}
     assert written.pop("time") > 1.7e9
     assert written == {**known, "ranks": [3]}
-
-
-UNREADABLE: dict[str, bytes] = {
-    "invalid UTF-8": b'{"step": 2, "kind": "recovery", "reason": "\xff"}',
-    "a list": b"[1]",
-    "no step": b'{"kind": "recovery"}',
-    "a step that is text": b'{"step": "2", "kind": "recovery"}',
-    "a step that is true": b'{"step": true, "kind": "recovery"}',
-    "a step below zero": b'{"step": -1, "kind": "recovery"}',
-    "a step of 400 digits": b'{"kind": "recovery", "step": ' + b"9" * 400 + b"}",
-    "a kind that is a list": b'{"step": 2, "kind": ["start"]}',
-    "a stage that is a list": b'{"step": 2, "kind": "recovery", "stage": ["policy"]}',
-    "100,000 deep": b'{"step": 2, "x": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
-    "torn": b'{"step": 2, "ki',
-    "zeros": b"\0" * 512,
-}
-
-
-@pytest.mark.parametrize("content", UNREADABLE.values(), ids=UNREADABLE)
-def test_invalid_lines_are_skipped_and_counted(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, content: bytes
-) -> None:
-    write_a_run(tmp_path, steps=2)
-    for name in FILES:
-        with (tmp_path / name).open("ab") as file:
-            file.write(content + b"\n" + content)
-    journal = Journal(tmp_path)
-    journal.step(3, {})
-    journal.event(recovery(3))
-    timeline = read_timeline(tmp_path)
-    assert [record["step"] for record in timeline.steps] == [1, 2, 3]
-    assert [event["kind"] for event in timeline.events] == [START, *[RECOVERY] * 3]
-    assert caplog.messages == [
-        f"{tmp_path / STEPS_FILE}: 2 of 5 lines cannot be read and are skipped",
-        f"{tmp_path / EVENTS_FILE}: 2 of 6 lines cannot be read and are skipped",
-    ]

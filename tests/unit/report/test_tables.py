@@ -18,17 +18,6 @@ def example() -> SearchResult:
     return search(measured, Budget(int(75.2 * GIB)), no_fit_error=always_fits)
 
 
-def failing() -> SearchResult:
-    """Return a search with every kind of rejected probe."""
-
-    def measure(rows: int) -> Peak:
-        if rows == 16:
-            return Peak({}, fits=False, seconds=12.34)
-        return Peak({"step": rows * GIB, "update": GIB // 2}, fits=True, retries=2 * (rows == 8), seconds=0.5)
-
-    return search(measure, Budget(int(11.5 * GIB)), no_fit_error=always_fits, strategy="decrease", max_rows=16)
-
-
 def test_table_is_the_documented_one() -> None:
     assert search_table(example(), 4096) == (
         "batch search · linear · 4096 tokens · budget 75.2 GiB a rank\n"
@@ -37,24 +26,6 @@ def test_table_is_the_documented_one() -> None:
         "  2      42.9 GiB     57 %      2.2 s\n"
         "  8      69.7 GiB     93 %      5.8 s   <- chosen (9.2 fit, rounded down to a power of two)"
     )
-
-
-def test_table_shows_the_reason_for_each_rejected_size() -> None:
-    lines = search_table(failing(), 128).splitlines()
-    assert lines[2:] == [
-        "  16     out of memory               12.3 s",
-        "  8      8.0 GiB           70 %      0.5 s    2 allocator retries",
-        "  4      4.0 GiB           35 %      0.5 s    <- chosen (8 did not fit)",
-        "  out of memory in 1 probe, recovered",
-    ]
-
-
-def test_probe_over_a_soft_budget_is_distinguished_from_oom() -> None:
-    def measure(rows: int) -> Peak:
-        return Peak({"step": rows * GIB}, fits=True)
-
-    result = search(measure, Budget(3 * GIB), no_fit_error=always_fits, strategy="binary")
-    assert search_table(result, 128).endswith("  4      4.0 GiB    133 %      0.0 s   over budget")
 
 
 def profiled() -> Profile:

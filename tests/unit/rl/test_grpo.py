@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from torchtune_adaptive.errors import NotLearningError
-from torchtune_adaptive.rl.grpo import EqualRewardsWatch, add_advantages, advantages_of, cause_of_update
+from torchtune_adaptive.rl.grpo import add_advantages, advantages_of
 from torchtune_adaptive.rl.microbatches import policy_loss
 from torchtune_adaptive.rl.rollouts import (
     ADVANTAGES,
@@ -106,39 +106,6 @@ def test_invalid_result_is_refused_with_the_files_of_its_model(result: str, mess
     everyone[4].results[result] = everyone[4].results[result] + math.nan
     with pytest.raises(NotLearningError, match=f"^iteration 1: {message}"):
         add_advantages(everyone, GRPOSettings(**SIZES))
-
-
-def test_infinite_loss_names_its_stage_and_the_divergence_if_that_is_the_cause() -> None:
-    everyone = answers([1, 0, 0], [3, 7, 1])
-    where, remedy = cause_of_update(everyone, {"loss": math.inf, "kl": math.inf}, 0.05)
-    assert where == (
-        " in stage train policy, where the divergence from the reference is inf a token and loss.kl_coeff 0.05"
-    )
-    assert remedy == "lower optimizer.lr or loss.kl_coeff"
-    assert cause_of_update(everyone, {"loss": math.inf, "kl": 0.1}, 0.05) == (" in stage train policy", "")
-
-
-def record(*have_signal: bool) -> EqualRewardsWatch:
-    watch = EqualRewardsWatch()
-    for each in have_signal:
-        watch.record(has_signal=each)
-    return watch
-
-
-def test_run_without_signal_warns_after_three_iterations_and_at_its_end(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    watch = record(*[False] * 5)
-    watch.warn()
-    assert [line.partition(": the answers")[0] for line in caplog.messages] == [
-        "no signal in 3 iterations",
-        "no signal in 5 iterations",
-    ]
-
-
-def test_run_with_signal_in_one_iteration_does_not_warn(caplog: pytest.LogCaptureFixture) -> None:
-    record(False, False, True, False, False).warn()
-    assert caplog.messages == []
 
 
 def test_answer_that_stops_at_its_last_token_is_not_cut_off() -> None:

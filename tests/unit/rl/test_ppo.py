@@ -28,7 +28,6 @@ from torchtune_adaptive.rl.rollouts import (
     valued_of,
 )
 from torchtune_adaptive.rl.settings import PPOSettings, read_ppo_settings
-from torchtune_adaptive.rl.stages import TRAIN_POLICY, TRAIN_VALUE, cause_of_stages
 
 STOP = 9
 ANSWERS = torch.tensor([[1, 2, 9, 3, 9], [9, 1, 1, 1, 1], [1, 2, 3, 4, 9], [1, 2, 3, 4, 5], [4, 9, 0, 0, 0]])
@@ -123,26 +122,6 @@ def test_invalid_log_probability_is_attributed_to_the_reference() -> None:
     reference[2, 0] = math.nan
     with pytest.raises(NotLearningError, match=r"reference's log-probability is nan for 1 of 5 answers; .* ref_policy"):
         add_advantages(rollouts(torch.arange(5.0), reference), settings())
-
-
-@pytest.mark.parametrize(
-    ("result", "losses", "stage"),
-    [
-        (LOG_PROBS, (math.nan, math.nan), "policy log-probabilities"),
-        (VALUES, (math.nan, math.nan), "values"),
-        (None, (math.inf, 1.0), "train value"),
-        (None, (1.0, math.nan), "train policy"),
-    ],
-)
-def test_failed_update_names_the_first_stage_with_non_finite_values(
-    result: str | None, losses: tuple[float, float], stage: str
-) -> None:
-    everyone = rollouts(torch.arange(5.0), drawn(1))
-    if result is not None:
-        everyone[1].results[result][0] = math.nan
-    add_advantages(everyone, settings())  # models that are trained are not refused
-    fault = cause_of_stages(everyone, dict(zip((TRAIN_VALUE, TRAIN_POLICY), losses, strict=True)))
-    assert fault.where == f" in stage {stage}"
 
 
 def loss_of(log_probs: Tensor, before: Tensor, advantages: Tensor, counts: Tensor) -> tuple[Tensor, dict[str, Tensor]]:

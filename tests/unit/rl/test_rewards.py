@@ -148,11 +148,6 @@ def test_rewards_are_weighted_added_to_the_reward_models_and_reported_by_functio
     assert figures == {"success": 0.5, "reward/exact": 0.5, "reward/Judge": 3.0, "reward/reward_model": 10.0}
 
 
-def test_functions_with_the_same_name_are_reported_separately() -> None:
-    entries = [{"_component_": f"{HERE}.Judge", "strictness": each} for each in (1, 2)]
-    assert [each.name for each in built(*entries)] == ["Judge_0", "Judge_1"]
-
-
 def test_built_in_functions() -> None:
     assert exact([" 37\n", "73"], ["37", "37"]) == [1, 0]
     message = ["so 1,234.50", "it is 72. Or 71", "no number", "-3"]

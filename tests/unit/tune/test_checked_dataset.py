@@ -1,6 +1,5 @@
 """Invalid samples are named by their index."""
 
-import sys
 from dataclasses import replace
 from typing import Any
 
@@ -48,16 +47,6 @@ def test_invalid_sample_is_named_when_it_is_read(wrong: Any, expected: str) -> N
         (SampleError, SampleTooLongError), match=rf"^sample 1 of the dataset \(on rank 0\) has {expected}"
     ):
         samples[1]
-
-
-class Leaving:
-    def __getitem__(self, index: int) -> None:
-        sys.exit(0)
-
-
-def test_sample_that_ends_the_process_is_named() -> None:
-    with pytest.raises(SampleError, match=r"^sample 3 of the dataset cannot be read on rank 0 \(SystemExit: 0\)"):
-        CheckedDataset(Leaving())[3]
 
 
 def test_both_answers_of_a_pair_are_checked() -> None:

@@ -1,20 +1,27 @@
 """Datasets too small for a step, and the step loader compared with torchtune's batch loader."""
 
+import random
 import tracemalloc
+from contextlib import nullcontext
 from itertools import chain
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
+import numpy as np
 import pytest
+import torch
 from torchdata.stateful_dataloader import StatefulDataLoader
 from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
 
 from tests.unit.tune.minimal_config import NEEDED
+from torchtune_adaptive.checkpoints.progress import Progress
 from torchtune_adaptive.config.keys import Settings
 from torchtune_adaptive.errors import ConfigError
-from torchtune_adaptive.tune import data
+from torchtune_adaptive.tune import data, training_loop
 from torchtune_adaptive.tune.checked_dataset import CheckedDataset
-from torchtune_adaptive.tune.data import StepLoader, build_step_loader
+from torchtune_adaptive.tune.data import Data, StepLoader, build_step_loader
+from torchtune_adaptive.tune.validation import isolated_random_state
 
 KEYS = {**NEEDED, "batch_size": 2, "gradient_accumulation_steps": 3}
 SIZES = "batch_size 2 × gradient_accumulation_steps 3 ×"
@@ -135,3 +142,32 @@ def test_all_samples_count_once_in_equally_many_shares_of_each_rank(samples: int
     shares = [list(loader.all_samples(2)) for loader in ranks]
     assert len({tuple(map(len, of_rank)) for of_rank in shares}) == 1
     assert sorted(sample for sample, repeated in chain(*chain(*shares)) if not repeated) == list(range(samples))
+
+
+@pytest.mark.parametrize(("steps_in_epoch", "refused"), [(0, False), (3, True)])
+def test_resume_within_an_epoch_needs_the_same_number_of_samples(steps_in_epoch: int, refused: bool) -> None:
+    values: dict[str, Any] = {"seed": 0, "total_epochs": 2, "max_steps_per_epoch": None, "ranks": 1}
+    run = mock.Mock(progress=Progress(**values, steps_in_epoch=steps_in_epoch, dataset_samples=64))
+    unused = mock.Mock()
+    data = Data(CheckedDataset([{}] * 20), False, unused, unused, max_seq_len=8)
+    with (
+        mock.patch.object(training_loop, "StepProfiler"),
+        pytest.raises(ConfigError, match=r"20 samples, but had 64") if refused else nullcontext(),
+    ):
+        training_loop.TrainingLoop(run, unused, data, unused, unused)
+        assert run.progress.dataset_samples == 20
+
+
+def test_validation_does_not_change_random_states() -> None:
+    def draw() -> tuple[float, float, float]:
+        return random.random(), float(np.random.rand()), float(torch.rand(()))
+
+    random.seed(1), np.random.seed(1), torch.manual_seed(1)
+    expected = draw()
+    random.seed(1), np.random.seed(1), torch.manual_seed(1)
+    inside = []
+    for _ in range(2):
+        with isolated_random_state():
+            inside.append(draw())
+    assert inside[0] == inside[1]
+    assert draw() == expected

@@ -1,9 +1,6 @@
 """Devices, meshes, and ranks started with different configs."""
 
-import tempfile
 from dataclasses import replace
-from importlib.metadata import version
-from pathlib import Path
 
 import pytest
 import torch
@@ -12,11 +9,9 @@ from omegaconf import OmegaConf
 
 from tests.ranks import run_on_ranks
 from tests.unit.tune.minimal_config import NEEDED
-from torchtune_adaptive import formatting
 from torchtune_adaptive.config.keys import Settings
 from torchtune_adaptive.errors import ConfigError
-from torchtune_adaptive.tune import distributed
-from torchtune_adaptive.tune.distributed import check_same_code, check_same_config, device_of, mesh_shape
+from torchtune_adaptive.tune.distributed import check_same_config, device_of, mesh_shape
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
@@ -116,30 +111,3 @@ def test_different_values_are_named_on_every_rank_except_allowed_ones() -> None:
     for name, (_, message) in DIFFERENT.items():
         assert message in (first[name] or ""), name
     assert [first[name] for name in ALIKE] == [None] * len(ALIKE)
-
-
-def compare_code(changed: str) -> str | None:
-    """Collective: the error if rank 1 has a copy of a module that starts with this line, or another torchtune."""
-    if dist.get_rank() == 1 and changed == "version":
-        distributed.version = lambda name: "0.7.0" if name == "torchtune" else version(name)  # type: ignore[attr-defined]
-    elif dist.get_rank() == 1:
-        copy = Path(tempfile.mkdtemp()) / "formatting.py"
-        copy.write_text(changed + Path(formatting.__file__).read_text())
-        formatting.__file__ = str(copy)
-    try:
-        check_same_code()
-    except ConfigError as error:
-        return str(error)
-    return None
-
-
-@pytest.mark.parametrize(
-    ("changed", "other"),
-    [
-        ("import os\n", "torchtune_adaptive.formatting on rank 1 differs from that on rank 0"),
-        ("version", f"torchtune on rank 1 differs from that on rank 0 (0.7.0, not {version('torchtune')})"),
-    ],
-)
-def test_different_code_on_one_rank_is_the_same_error_on_all_ranks(changed: str, other: str | None) -> None:
-    error = other and f"{other}: install the same code on all nodes"
-    assert run_on_ranks(2, compare_code, changed) == [error, error]

@@ -1,7 +1,7 @@
-"""Samples with images: how tiles are padded, and the worst case of a search."""
+"""Samples with images: how tiles are padded."""
 
+from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -10,16 +10,13 @@ from torch import nn
 from torchtune import config
 from torchtune.data import padded_collate_tiled_images_and_mask
 
-from tests.recipes.shrunk_models import IMAGE_SIZE, MAX_TILES, opened, shrunk_models
+from tests.recipes.shrunk_models import IMAGE_SIZE, opened, shrunk_models
 from tests.recipes.stock_configs import import_model
 from tests.unit.tune.models import furthest, totals_and_gradients
 from torchtune_adaptive.errors import ConfigError
-from torchtune_adaptive.tune import images
 from torchtune_adaptive.tune.batch_size import worst_sample
-from torchtune_adaptive.tune.checked_dataset import CheckedDataset
-from torchtune_adaptive.tune.data import Data
 from torchtune_adaptive.tune.images import collate_images, tiles_of, with_equal_tiles
-from torchtune_adaptive.tune.samples import TEXT, Sample
+from torchtune_adaptive.tune.samples import Sample
 
 TOKENS_PER_TILE = (IMAGE_SIZE // 14) ** 2 + 1
 
@@ -92,24 +89,7 @@ def test_tokens_attend_to_their_own_images() -> None:
     assert int(masks[1].sum()) == TOKENS_PER_TILE * (11 * 2 + 10)
 
 
-def data_of(samples: list[Sample], max_tiles: int | None) -> Data:
-    dataset: Any = CheckedDataset(samples)
-    nothing: Any = None
-    return Data(dataset, False, collated, nothing, max_seq_len=20, max_tiles=max_tiles)
-
-
-@pytest.mark.parametrize(("max_tiles", "expected"), [(MAX_TILES, 4), (None, 3)])
-def test_worst_sample_has_the_most_images_each_with_the_most_tiles(max_tiles: int | None, expected: int) -> None:
-    with mock.patch.object(images, "log_rank_0") as log:
-        worst = worst_sample(data_of(SAMPLES, max_tiles), None)
-    log.assert_called_once_with(f"probes have 2 images of {expected} tiles a sample, the most images in 4 samples")
-    assert tiles_of(worst) == [expected] * 2
-    assert TEXT.length_of(worst) == 20
-    short = TEXT.cut(worst, 3)
-    assert [mask.shape for mask in short["encoder_mask"]] == [(3, expected * TOKENS_PER_TILE)] * 2
-    assert collated([worst, worst])["encoder_mask"].all()
-
-
-def test_search_of_samples_without_images_for_an_encoder_is_refused() -> None:
-    with pytest.raises(ConfigError, match="sample 0 of the dataset has no images"):
-        worst_sample(data_of([{"tokens": [1], "labels": [1], "encoder_input": "audio"}], None), None)
+def test_search_with_images_is_refused() -> None:
+    data: Any = SimpleNamespace(dataset=SAMPLES)
+    with pytest.raises(ConfigError, match="images"):
+        worst_sample(data, None)

@@ -9,14 +9,15 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
+from tests.timeline import read_timeline
 from tests.unit.tune.minimal_config import NEEDED
 from torchtune_adaptive.checkpoints.progress import EpochSizes, Progress
 from torchtune_adaptive.config.keys import Settings
 from torchtune_adaptive.engine.limits import RowLimit
 from torchtune_adaptive.errors import NotLearningError
-from torchtune_adaptive.report.journal import EPOCH, SCHEDULE, Journal, read_timeline
+from torchtune_adaptive.report.journal import EPOCH, SCHEDULE, Journal
 from torchtune_adaptive.tune import metrics
-from torchtune_adaptive.tune.metrics import Cause, LossWatch, Metrics, record_epoch
+from torchtune_adaptive.tune.metrics import LossWatch, Metrics, record_epoch
 
 PLANS = tuple(
     EpochSizes(epoch, 2 + 2 * epoch, 1, 2 + 2 * epoch, 2 + 2 * epoch, 4 - 2 * epoch, 1.0) for epoch in range(2)
@@ -92,18 +93,6 @@ def test_run_ends_after_too_many_consecutive_nan_steps_with_one_warning_per_stre
     ]
 
 
-def test_known_cause_of_a_nan_loss_replaces_the_advice_on_the_learning_rate(message: list[str]) -> None:
-    losses, cause = LossWatch(1), Cause(" in stage train policy", "lower loss.kl_coeff")
-    losses.record(1, math.nan, 10, math.nan, cause)
-    with pytest.raises(NotLearningError, match=r"infinite in stage train policy; lower loss.kl_coeff$"):
-        losses.worth_saving(ends_epoch=True)
-    with pytest.raises(NotLearningError, match=r"nan in stage train policy, in 2 consecutive .*; lower loss.kl_coeff,"):
-        losses.record(2, math.nan, 10, math.nan, cause)
-    assert message == [
-        "step 1: the loss is nan in stage train policy; the weights are not updated: lower loss.kl_coeff"
-    ]
-
-
 @pytest.mark.parametrize("learned", [(2.0, math.nan), (math.nan, 2.0), (0.0, 0.0), ()])
 def test_run_that_learned_in_some_step_may_end(learned: tuple[float, ...], message: list[str]) -> None:
     losses = LossWatch(10)
@@ -128,11 +117,6 @@ def test_resumed_run_may_end_and_save_although_no_step_since_then_has_trained(
     losses.record(4, loss, tokens, loss)
     assert losses.worth_saving(ends_epoch=False)
     assert losses.worth_saving(ends_epoch=True)
-
-
-def test_optimizer_in_the_backward_has_already_updated_the_weights(message: list[str]) -> None:
-    LossWatch(2).record(1, math.nan, 10, None)
-    assert message == ["step 1: the loss is nan; the weights may be NaN now"]
 
 
 def test_progress_has_time_left_speed_padding_and_memory(

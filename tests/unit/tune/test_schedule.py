@@ -14,13 +14,11 @@ from tests.unit.tune.minimal_config import NEEDED
 from torchtune_adaptive.checkpoints.progress import EpochSizes, Progress
 from torchtune_adaptive.config.keys import AdaptiveConfig, Settings
 from torchtune_adaptive.errors import ConfigError
-from torchtune_adaptive.tune.data import StepLoader
 from torchtune_adaptive.tune.schedule import (
     Increase,
     add_every,
     build_increase_function,
     double_every,
-    log_left_out,
     log_schedule,
     milestones,
     schedule_table,
@@ -243,31 +241,3 @@ def test_changed_number_of_ranks_is_logged(
 ) -> None:
     announce_second_epoch(ranks, before)
     assert logged.messages[0] == f"resumed on {line}: {2 * ranks} samples a step (before: {2 * before})"
-
-
-@pytest.mark.parametrize(
-    ("trained", "dataset_samples", "line"),
-    [
-        (18, 21, "3 of 21 samples do not fill a step and are left out of epoch 0"),
-        (19, 21, "2 of 21 samples do not fill a step and are left out of epoch 0"),
-        (16, None, "6 of 22 samples do not fill a step and are left out of epoch 0"),
-        (16, 21, "5 of 21 samples do not fill a step and are left out of epoch 0"),
-        (2, None, None),
-        (22, None, None),
-    ],
-    ids=[
-        "other ranks before",
-        "an odd number",
-        "incomplete step",
-        "a repeated sample",
-        "fewer steps configured",
-        "all trained",
-    ],
-)
-def test_samples_left_out_are_logged_at_the_end_of_an_epoch(
-    trained: int, dataset_samples: int | None, line: str | None, logged: pytest.LogCaptureFixture
-) -> None:
-    progress = progress_of(total_epochs=1, ranks=2, samples_in_epoch=trained, dataset_samples=dataset_samples)
-    loader = StepLoader([0] * 21, rank=0, world_size=2, shuffle=False)  # type: ignore[arg-type]
-    log_left_out(plans_of(None, 1, 4)[0], progress, loader)
-    assert logged.messages == ([] if line is None else [line])

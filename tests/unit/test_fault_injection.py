@@ -1,11 +1,13 @@
 """Faults occur exactly where requested. One process; tests/distributed has several ranks."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.fault_injection import FaultInjector
 from torchtune_adaptive import RowLimit, SampleKind, StepRunner, Totals
-from torchtune_adaptive.testing import FaultInjector, memory_cap
 
 SAMPLES = [torch.arange(4.0)] * 4
 KIND = SampleKind(length_of=len, filler=lambda sample: sample)
@@ -40,7 +42,7 @@ def test_only_the_named_step_fails_and_the_run_continues():
 
 
 def test_only_the_named_rank_fails(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("torchtune_adaptive.testing.world_size", lambda: 2)
+    monkeypatch.setattr("tests.fault_injection.world_size", lambda: 2)
     runner = runner_of()
     with FaultInjector(runner).fail_at(rank=1, step=0) as faults:
         assert recoveries(runner, 1) == [0]
@@ -87,7 +89,7 @@ def test_probes_do_not_fail():
 
 def test_wrappers_of_passes_stay_active_inside_and_after():
     runner, seen = runner_of(), []
-    with runner.wrapping_passes(lambda inside: seen.append(inside) or memory_cap(None)):
+    with runner.wrapping_passes(lambda inside: seen.append(inside) or nullcontext()):
         with FaultInjector(runner).fail_at(rank=0, step=0):
             runner.run(SAMPLES, step=0)
         assert seen == ["microbatch", "drain", "microbatch", "microbatch"]
@@ -106,16 +108,3 @@ def test_wrappers_of_passes_stay_active_inside_and_after():
 def test_impossible_faults_are_refused(wrong: dict[str, int], message: str):
     with pytest.raises(ValueError, match=message):
         FaultInjector(runner_of()).fail_at(**{"rank": 0, "step": 0, **wrong})
-
-
-def test_memory_cap_shrinks_steps_and_ends_with_its_block():
-    many = [torch.arange(4.0)] * 4096
-    runner = runner_of(rows=4096)
-    with memory_cap(None, runner.model.parameters()) as memory:
-        assert memory.peak_bytes == 20
-        runner.run(many, step=0)
-    runner.model.zero_grad()
-    with memory_cap(memory.peak_bytes // 2):
-        assert runner.run(many, step=1).recoveries > 0
-    runner.model.zero_grad()
-    assert runner.run(many, step=2).recoveries == 0

@@ -1,22 +1,20 @@
-"""Fault injection for tests of a training loop: a chosen operation runs out of memory, or a rank gets less memory."""
+"""Fault injection for tests of a training loop: a chosen operation runs out of memory."""
 
 from __future__ import annotations
 
 import sys
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from torchtune_adaptive.engine.memory import CudaMemory, MemoryMeter, MemorySource, wraps_tensors
+from torchtune_adaptive.engine.memory import wraps_tensors
 from torchtune_adaptive.engine.ranks import rank as this_rank
 from torchtune_adaptive.engine.ranks import world_size
 from torchtune_adaptive.engine.step import PassKind, StepRunner
-from torchtune_adaptive.formatting import MemorySize
 
 if TYPE_CHECKING:
     from torch._ops import OpOverload
@@ -133,27 +131,3 @@ class _CountOperations(TorchDispatchMode):
         if any(wraps_tensors(kind) for kind in types):  # DTensor and similar types dispatch their inner operations
             return NotImplemented
         return func(*args, **(kwargs or {}))
-
-
-@contextmanager
-def memory_cap(cap_bytes: int | None, resident: Iterable[Tensor] = ()) -> Iterator[MemorySource]:
-    """Limit the memory of this process to `cap_bytes`, or only measure it if that is None.
-
-    `resident` are existing tensors, such as parameters. If they are on a GPU, CUDA's allocator enforces the cap. It
-    also does so if there are none and this machine has a GPU. Otherwise, a MemoryMeter enforces it.
-    """
-    if cap_bytes is not None and cap_bytes < 0:
-        raise ValueError(f"cap_bytes is {cap_bytes}; pass a number of bytes, 0 or more, or None")
-    tensors = list(resident)
-    on_gpu = any(tensor.is_cuda for tensor in tensors) if tensors else torch.cuda.is_available()
-    if not on_gpu:
-        meter = MemoryMeter(cap_bytes)
-        meter.count(tensors)
-        with meter:
-            yield meter
-        return
-    fraction = torch.cuda.get_per_process_memory_fraction()
-    try:
-        yield CudaMemory(None if cap_bytes is None else MemorySize(cap_bytes, is_fraction=False))
-    finally:
-        torch.cuda.set_per_process_memory_fraction(fraction)
