@@ -91,7 +91,7 @@ def start_and_save(side: str, folder: Path, resumed: tuple[str, ...] = ()) -> tu
         if resumed:
             return start_s, 0.0
         if ours:
-            have_optimizer_state(recipe.model, recipe.optimization.optimizer)
+            have_optimizer_state(recipe.model, recipe.optimization.checkpointed)
             pause = timed(lambda: save_as_ours(recipe, 0), dist.group.WORLD)
         else:
             have_optimizer_state(recipe._model, recipe._optimizer)

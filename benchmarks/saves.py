@@ -94,7 +94,7 @@ def save_in_turns(case: Case, folder: Path, pairs: int, model: Sequence[str] = M
     """Collective: return the pauses of each round except the first, and the bytes of one adaptive checkpoint."""
     ours = load_ours(case.recipe)(demo_config(case.recipe, folder / "ours", *model, *case.options))
     ours.setup()
-    have_optimizer_state(ours.model, ours.optimization.optimizer)
+    have_optimizer_state(ours.model, ours.optimization.checkpointed)
     with stock_on_cpu(), mock.patch("torch.distributed.init_process_group"):
         config = demo_config(case.recipe, folder / "stock", *model, *case.options)
         stock = load_stock(case.recipe)(config)
@@ -155,7 +155,7 @@ def save_as_stock(recipe: str, stock: Any, epoch: int) -> None:
 def _copied(ours: Any) -> object:
     """Copy the trained state of this rank."""
     trained = {name: each for name, each in ours.model.named_parameters() if each.requires_grad}
-    state = {"model": trained, "optimizer": ours.optimization.optimizer.state_dict()}
+    state = {"model": trained, "optimizer": ours.optimization.checkpointed.state_dict()}
 
     def copied(value: Any) -> Any:
         local = value.to_local() if isinstance(value, DTensor) else value

@@ -123,7 +123,7 @@ class RealStep:
             runner=self.runner(1),
             sample=worst(tokens),
             update=lambda result: self.optimization.update(result.target_tokens),
-            optimizers=[self.optimization.optimizer],
+            optimizers=self.optimization.optimizers,
             boundaries=phase_boundaries(self.model, self.loss_fn),
             cut=TEXT.cut,
         )
@@ -188,7 +188,7 @@ def metered(step: RealStep) -> Iterator[Memory]:
         yield CudaMemory()
         return
     with MemoryMeter() as meter:
-        meter.count(resident_tensors(step.model, [step.optimization.optimizer]))
+        meter.count(resident_tensors(step.model, step.optimization.optimizers))
         yield meter
 
 

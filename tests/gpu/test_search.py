@@ -158,7 +158,7 @@ def speeds_around(step: RealStep, memory: Memory, rows: int, tokens: int) -> tup
 
 def state_of(step: RealStep) -> list[torch.Tensor]:
     """Return everything that training depends on, on the host."""
-    states = [value for each in step.optimization.optimizer.state.values() for value in each.values()]
+    states = [value for each in step.optimization.optimizers[0].state.values() for value in each.values()]
     tensors = [*step.model.parameters(), *step.model.buffers(), *states]
     random = [torch.get_rng_state(), *([torch.cuda.get_rng_state()] if step.device.type == "cuda" else [])]
     plain = [each.detach().to("cpu", copy=True) for tensor in tensors for each in plain_tensors(tensor)]

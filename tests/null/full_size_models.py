@@ -65,7 +65,7 @@ def mixed(rows: int, steps: int) -> Iterator[list[Sample]]:
 
 def train(step: RealStep, samples: list[Sample]) -> None:
     step.optimization.update(step.forward_backward(samples).target_tokens)
-    step.optimization.optimizer.zero_grad(set_to_none=True)
+    step.optimization.optimizers[0].zero_grad(set_to_none=True)
 
 
 class Drift(NamedTuple):
@@ -151,7 +151,7 @@ def run(step: RealStep, runner: StepRunner[Sample], steps: Iterable[list[Sample]
     for number, samples in enumerate(steps):
         before = memory.retries
         step.optimization.update(runner.run(samples, step=number).target_tokens)
-        step.optimization.optimizer.zero_grad(set_to_none=True)
+        step.optimization.optimizers[0].zero_grad(set_to_none=True)
         flushes.append(memory.retries - before)
     return flushes
 

@@ -34,6 +34,8 @@ LINES = {
     "compiled": (51.0, (*FULL, LOGITS_AT_ONCE, "compile=True")),
     "chunked loss": (42.9, (*FULL, "compile=True")),
     "checkpointing": (24.9, (*FULL, "compile=True", CHECKPOINTED)),
+    "optimizer in the backward": (23.1, (*FULL, "compile=True", CHECKPOINTED, "optimizer_in_bwd=True")),
+    "offloading": (21.8, (*FULL, "compile=True", CHECKPOINTED, "optimizer_in_bwd=True", OFFLOADED)),
     "lora": (8.5, ("3B_lora", "optimizer.fused=True", "compile=True", CHECKPOINTED, OFFLOADED)),
 }
 QUICK = {"packed"}

@@ -27,6 +27,7 @@ from torchao.dtypes.nf4tensor import NF4Tensor
 from torchtune import training
 from torchtune.modules import peft
 from torchtune.training._distributed import _gather_nf4_tensor
+from torchtune.training.memory import OptimizerInBackwardWrapper
 
 from torchtune_adaptive.checkpoints.store import RANDOM_FILE, State
 from torchtune_adaptive.config.keys import LoraSettings
@@ -39,6 +40,8 @@ ShardedWeights: TypeAlias = dict[str, dict[str, Tensor]]
 """For each key of torchtune's checkpointer, this rank's weights by name."""
 StateKey: TypeAlias = tuple[str, str]
 """The name of a parameter, and a key of its optimizer state."""
+AnyOptimizer: TypeAlias = Optimizer | OptimizerInBackwardWrapper
+"""Optimizers that torchtune can save."""
 Shard: TypeAlias = tuple[tuple[int, ...], Tensor]
 """A local tensor, after its offset in each dimension of the full tensor."""
 RandomState: TypeAlias = dict[str, Any]
@@ -115,8 +118,15 @@ def weights_are_finite(model: nn.Module) -> bool:
     return not sums or bool(torch.stack(sums).isfinite().all())
 
 
-def gather_optimizer_state(model: nn.Module, optimizer: Optimizer, device: torch.device) -> State:
-    """Collective: return the full optimizer state on rank 0, and {} on other ranks."""
+def gather_optimizer_state(model: nn.Module, optimizer: AnyOptimizer, device: torch.device) -> State:
+    """Collective: return the full optimizer state on rank 0, and {} on other ranks. If each parameter has its own
+    optimizer, the result has one state per name of a parameter."""
+    if isinstance(optimizer, OptimizerInBackwardWrapper):
+        return {name: _gather_state(model, each, device) for name, each in optimizer.optim_map.items()}
+    return _gather_state(model, optimizer, device)
+
+
+def _gather_state(model: nn.Module, optimizer: Optimizer, device: torch.device) -> State:
     is_rank_0 = dist.get_rank() == 0
     states: Any = get_optimizer_state_dict(model, optimizer)
     full: State = {**states, "state": {name: dict(entries) for name, entries in states["state"].items()}}

@@ -19,6 +19,7 @@ RUN_KEYS = (
     "batch_size",
     "gradient_accumulation_steps",
     "optimizer",
+    "optimizer_in_bwd",
     "reward_and_value_model",
     "reward_model",
     "ppo_epochs",

@@ -18,12 +18,12 @@ import torch
 import torch.distributed as dist
 from omegaconf import DictConfig
 from torch import nn
-from torch.optim import Optimizer
 from torchtune import training
 from torchtune.utils import get_logger
 
 from torchtune_adaptive.checkpoints import loading, store
 from torchtune_adaptive.checkpoints.contents import (
+    AnyOptimizer,
     Contents,
     RandomState,
     capture_random_state,
@@ -122,7 +122,7 @@ class CheckpointManager:
         return within_epoch and (stop_requested or (every is not None and progress.step % every == 0))
 
     def save(
-        self, progress: Progress, model: nn.Module, optimizer: Optimizer, loader_state: Mapping[str, object]
+        self, progress: Progress, model: nn.Module, optimizer: AnyOptimizer, loader_state: Mapping[str, object]
     ) -> None:
         """Collective: save a checkpoint, named after the step or the finished epoch. Raises CheckpointError."""
         if progress.finished:

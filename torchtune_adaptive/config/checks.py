@@ -21,7 +21,7 @@ SECTIONS = (
 )  # fmt: skip
 MISSPELT = 0.8
 """From this similarity on (from 0 to 1), an unknown key counts as a misspelling of a known one."""
-ONLY_FOR_FULL_FINETUNING = ("tensor_parallel_dim",)
+ONLY_FOR_FULL_FINETUNING = ("optimizer_in_bwd", "tensor_parallel_dim")
 
 
 def read_full_settings(cfg: DictConfig) -> Settings:
@@ -54,6 +54,13 @@ def contradictions(settings: Settings) -> Iterator[str]:
         yield f"fsdp_cpu_offload is True, but device is {device!r}: the weights are already on the CPU; set it to False"
     if settings.enable_activation_offloading and not device.startswith("cuda"):
         yield f"enable_activation_offloading is True, but device is {device!r}: it needs cuda; set it to False"
+    if settings.optimizer_in_bwd and settings.clip_grad_norm is not None:
+        yield (
+            f"optimizer_in_bwd is True and clip_grad_norm is {settings.clip_grad_norm}: gradients are freed before "
+            "they can be clipped; set one of them to null or False"
+        )
+    if settings.optimizer_in_bwd and settings.gradient_accumulation_steps > 1:
+        yield "optimizer_in_bwd is True, which updates weights in every backward: set gradient_accumulation_steps to 1"
     if settings.ac_mode == "selective" and settings.ac_option is None and not settings.enable_activation_checkpointing:
         yield "ac_mode is selective, but ac_option is null: set ac_option: N for every Nth layer, or ac_mode: full"
     if dim > 1 and settings.data_parallel_replicate_dim > 1:
@@ -77,11 +84,12 @@ def token_budget(settings: Settings) -> Iterator[str]:
             f"adaptive.max_batch_size is {adaptive.max_batch_size} and adaptive.token_budget is {budget}: "
             "a limit is in rows or in tokens; set one of them to null"
         )
-    if budget is not None and settings.use_maximum_batch_size:
-        yield (
-            f"use_maximum_batch_size is True and adaptive.token_budget is {budget}; they exclude each other: set "
-            "use_maximum_batch_size: False or adaptive.token_budget: null"
-        )
+    for key in ("use_maximum_batch_size", "optimizer_in_bwd"):
+        if budget is not None and getattr(settings, key):
+            yield (
+                f"{key} is True and adaptive.token_budget is {budget}; they exclude each other: set {key}: False or "
+                "adaptive.token_budget: null"
+            )
 
 
 def not_at_default(settings: Settings, keys: Iterable[str], training: str) -> Iterator[str]:

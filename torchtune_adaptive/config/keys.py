@@ -151,7 +151,8 @@ class AdaptiveConfig:
     """The `adaptive:` section."""
 
     recover_from_oom: bool = setting(BOOL, True)
-    """repeat a step in smaller microbatches after any rank runs out of memory. `False`: end the run instead"""
+    """repeat a step in smaller microbatches after any rank runs out of memory; not possible with `optimizer_in_bwd`.
+    `False`: end the run instead"""
     regrow_after: int = setting(COUNT_OR_0, 200)
     """raise a reduced limit by one size after this many steps without an out-of-memory error or a flush of the
     allocator's cache. 0: never raise it"""
@@ -258,8 +259,7 @@ class Settings:
     enable_activation_offloading: bool = setting(BOOL, False)
     ac_mode: str | None = setting(one_of("full", "selective") | NULL, None)
     ac_option: int | None = setting(COUNT | NULL, None)
-    optimizer_in_bwd: bool = setting(one_of(False), False)
-    """only `False`: a backward pass that updates weights cannot be repeated"""
+    optimizer_in_bwd: bool = setting(BOOL, False)
 
     custom_sharded_layers: tuple[str, ...] | None = setting(NAMES | NULL, None)
     fsdp_cpu_offload: bool = setting(BOOL, False)

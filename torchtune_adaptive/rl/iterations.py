@@ -112,6 +112,7 @@ class Iterations:
         training = self.stages.runners.training
         with training.committing("the optimizer step", last_checkpoint=self.run.checkpoints.last):
             grad_norm = self.optimization.update(summed_over)
+        assert grad_norm is not None  # optimizer_in_bwd is not supported
         self._skipped += not math.isfinite(grad_norm)
         self._updates.append({**figures, "grad_norm": grad_norm})
 

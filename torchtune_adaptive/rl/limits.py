@@ -103,12 +103,13 @@ class LimitFinder:
     def _optimizer_state_in_memory(self, memory: MemorySource) -> Iterator[None]:
         """Collective: create the optimizer state, as in training, and restore weights and state at the end."""
         trained = [stage.model for stage in self._stages.by_name.values() if stage.trains is not None]
-        with restoring_state(trained, [self._optimization.optimizer]):
+        with restoring_state(trained, self._optimization.optimizers):
             # Suspend the memory limit, so that an error comes from the search, with the size of the shortage.
             with memory.unlimited():
                 allocate_gradients(trained)
-                self._optimization.optimizer.step()
-                self._optimization.optimizer.zero_grad(set_to_none=True)
+                for optimizer in self._optimization.optimizers:
+                    optimizer.step()
+                    optimizer.zero_grad(set_to_none=True)
             yield
 
     def _measure(self, memory: MemorySource, stage: str, measure: Callable[..., Result]) -> Result:
@@ -117,7 +118,7 @@ class LimitFinder:
         try:
             return measure(self._loop, step, memory=memory, most_rows=most_rows)
         finally:
-            self._optimization.optimizer.zero_grad(set_to_none=True)
+            self._optimization.optimizers[0].zero_grad(set_to_none=True)
 
     def _worst_step(self, memory: MemorySource, name: str) -> TrainingStep[Rollout]:
         """Collective: return the worst-case step of a stage. The last training stage also updates all models."""

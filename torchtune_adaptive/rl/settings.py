@@ -58,6 +58,7 @@ NOT_SUPPORTED = (
     "collate_fn",
     "fsdp_cpu_offload",
     "enable_activation_offloading",
+    "optimizer_in_bwd",
     "run_val_every_n_steps",
 )
 WITHOUT_EFFECT = ("epochs", "max_steps_per_epoch", "batch_increase_function")

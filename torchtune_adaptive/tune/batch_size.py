@@ -211,7 +211,7 @@ def _worst_step(loop: TrainingLoop, stage: str) -> TrainingStep[Sample]:
         runner=last,
         sample=sample,
         update=lambda result: loop.optimization.update(result.target_tokens),
-        optimizers=[loop.optimization.optimizer],
+        optimizers=loop.optimization.optimizers,
         boundaries=phase_boundaries(last.model, loop.loss_fn),
         cut=loop.data.kind.cut,
         shortest=loop.data.kind.length_at(2),

@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import pad
 from torchtune import training
@@ -18,8 +19,10 @@ from torchtune_adaptive.config import components
 from torchtune_adaptive.config.keys import Settings
 from torchtune_adaptive.engine.fsdp import FSDPModule
 from torchtune_adaptive.engine.governor import Change
+from torchtune_adaptive.engine.ranks import sum_over_ranks
 from torchtune_adaptive.engine.results import Totals
 from torchtune_adaptive.engine.step import Recovery, Stages, StepRunner
+from torchtune_adaptive.lifecycle.console import log_rank_0
 from torchtune_adaptive.lifecycle.run_state import THIS_RUN
 from torchtune_adaptive.tune.data import Data, Tokenizer, build_data
 from torchtune_adaptive.tune.distributed import Devices
@@ -48,7 +51,7 @@ class ForwardBackward:
     ) -> None:
         self.model, self.loss_fn, self.data, self.device = model, loss_fn, data, device
         self.activations = training.get_act_offloading_ctx_manager(model, settings.enable_activation_offloading)
-        self._token_budget = settings.adaptive.token_budget
+        self._token_budget, self._updates_in_backward = settings.adaptive.token_budget, settings.optimizer_in_bwd
         self._decoder = getattr(model, "decoder", model)
         # A head in its own FSDP group is gathered once per chunk. A batch with few tokens would have fewer chunks, and
         # peers would wait for the missing all-gathers. So every batch has the same number of chunks.
@@ -61,8 +64,13 @@ class ForwardBackward:
             loss, labels, shifted_labels = self._loss(samples)
             target_tokens = labels if self._token_budget is None else shifted_labels
             loss = loss * target_tokens
+            total = loss.detach()
+            if self._updates_in_backward:  # the optimizer runs inside the backward, so scale now
+                # FSDP averages over ranks: scale this rank's sum so that the result is the mean over all tokens.
+                tokens_of_all = sum_over_ranks(torch.tensor(target_tokens, device=self.device))
+                loss = loss * (dist.get_world_size() / max(1, int(tokens_of_all)))
             loss.backward()
-        return Totals(loss_sum=loss.detach(), target_tokens=target_tokens)
+        return Totals(loss_sum=total, target_tokens=target_tokens)
 
     @torch.no_grad()
     def evaluate(self, samples: Sequence[Sample]) -> Totals:
@@ -173,9 +181,11 @@ def plan_padding(data: Data, model: nn.Module, settings: Settings, device: torch
 
 def build_recovery(settings: Settings, on_change: OnChange, *models: nn.Module) -> Recovery:
     """Collective: build the recovery that all stages of a step share."""
+    if settings.optimizer_in_bwd and settings.adaptive.recover_from_oom:
+        log_rank_0("recovery from out-of-memory errors is off: optimizer_in_bwd updates weights inside the backward")
     return Recovery(
         *models,
-        enabled=settings.adaptive.recover_from_oom,
+        enabled=settings.adaptive.recover_from_oom and not settings.optimizer_in_bwd,
         regrow_after=settings.adaptive.regrow_after,
         stop_requested=THIS_RUN.stop_requested,
         on_change=on_change,

@@ -90,13 +90,13 @@ class Metrics:
             yield from steps
 
     def log_step(
-        self, step: int, result: StepResult, grad_norm: float, samples: float | None, more: Mapping[str, float]
+        self, step: int, result: StepResult, grad_norm: float | None, samples: float | None, more: Mapping[str, float]
     ) -> float:
         """Log a step and return its loss, a mean over target tokens or over `samples`. Waits for the GPU."""
         loss = float(result.loss_sum) / max(1, result.target_tokens if samples is None else samples)
         now, ranks = time.perf_counter(), dist.get_world_size()
         tokens_per_second, self._step_began = result.target_tokens / (now - self._step_began), now
-        self._skipped += not math.isfinite(grad_norm)
+        self._skipped += grad_norm is not None and not math.isfinite(grad_norm)
         figures = {
             "loss": loss,
             **more,
@@ -107,7 +107,7 @@ class Metrics:
             "padding_fraction": 1 - result.load.tokens / result.load.padded_tokens,
             "rank_imbalance": result.imbalance,
             "allocator_retries": result.retries,
-            "grad_norm": grad_norm,
+            **({} if grad_norm is None else {"grad_norm": grad_norm}),
             "skipped_updates": self._skipped,
         }
         # Tensor-parallel ranks train the same samples, so a sum over ranks counts each sample several times.
@@ -207,12 +207,15 @@ class LossWatch:
         self._steps = self._nan_in_a_row = 0
         self._has_targets = False
 
-    def record(self, step: int, loss: float, target_tokens: int, grad_norm: float) -> None:
-        """Record a step; warn if its loss or gradient norm is not finite, raise if too many in a row are not."""
+    def record(self, step: int, loss: float, target_tokens: int, grad_norm: float | None) -> None:
+        """Record a step; warn if its loss or gradient norm is not finite, raise if too many in a row are not.
+
+        `grad_norm` is None if the optimizer runs in the backward and has already updated the weights.
+        """
         self._steps += 1
         self._has_targets |= target_tokens > 0
         self._has_trained |= target_tokens > 0 and math.isfinite(loss)
-        skipped = not math.isfinite(grad_norm)
+        skipped = grad_norm is not None and not math.isfinite(grad_norm)
         if math.isfinite(loss) and not skipped:
             self._nan_in_a_row = 0
             return

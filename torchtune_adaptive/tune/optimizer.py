@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LRScheduler
 from torchtune import training
 
-from torchtune_adaptive.checkpoints.contents import load_optimizer_state
+from torchtune_adaptive.checkpoints.contents import AnyOptimizer, load_optimizer_state
 from torchtune_adaptive.config import components
 from torchtune_adaptive.config.keys import Settings
 
@@ -22,62 +22,74 @@ SummedOver: TypeAlias = int | Tensor | Mapping[str, int]
 
 
 class Optimization:
-    """The optimizer, with the configured learning-rate schedule times a factor."""
+    """One optimizer, or one per parameter, with the configured learning-rate schedule times a factor."""
 
-    def __init__(self, settings: Settings, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        self.optimizer = optimizer
+    def __init__(
+        self, settings: Settings, model: nn.Module, checkpointed: AnyOptimizer, *optimizers: torch.optim.Optimizer
+    ) -> None:
+        self.checkpointed = checkpointed
+        """The optimizer in the form that torchtune saves."""
+        self.optimizers = optimizers
         self._cfg, self._model = settings.config, model
         self._max_norm = None if settings.clip_grad_norm is None else float(settings.clip_grad_norm)
         self._factor = 1.0
+        # torchtune's wrapper copies the learning rate of the first optimizer to the others at every step.
         self._scheduler: LRScheduler | None = None
         # Read the rates here, before a checkpoint overwrites them.
-        self._first_rates = [float(group["lr"]) for group in optimizer.param_groups]
+        self._first_rates = [float(group["lr"]) for group in self._groups()]
 
     def start_schedule(self, *, total_steps: int, steps_done: int, lr_factor: float) -> None:
         """Build the learning-rate schedule and set it to `steps_done`; `lr_factor` belongs to the current epoch."""
         self._factor = lr_factor
         if self._cfg.get("lr_scheduler") is None:
             return
-        for group, rate in zip(self.optimizer.param_groups, self._first_rates, strict=True):
+        for group, rate in zip(self._groups(), self._first_rates, strict=True):
             # A resumed schedule needs its initial rate, which not all checkpoints contain.
             group.setdefault("initial_lr", rate * lr_factor)
         length = {"num_training_steps": total_steps, "last_epoch": steps_done - 1}
-        self._scheduler = components.build("lr_scheduler", self._cfg, self.optimizer, **length)
+        self._scheduler = components.build("lr_scheduler", self._cfg, self.optimizers[0], **length)
+        if isinstance(self.checkpointed, training.OptimizerInBackwardWrapper):
+            self.checkpointed.set_lr_scheduler(self._scheduler)
 
     def use_lr_factor(self, factor: float) -> None:
         """Multiply the learning rate by `factor` from the next step on."""
         ratio, self._factor = factor / self._factor, factor
         if ratio == 1:
             return
-        for group in self.optimizer.param_groups:
+        for group in self._groups():
             group.update({key: group[key] * ratio for key in ("lr", "initial_lr") if key in group})
         if self._scheduler is not None:
             self._scheduler.base_lrs = [rate * ratio for rate in self._scheduler.base_lrs]
 
-    def update(self, summed_over: SummedOver) -> float:
+    def update(self, summed_over: SummedOver) -> float | None:
         """Collective: scale and clip the gradients, update the weights, and return the gradient norm.
 
         The gradients must be sums over the `summed_over` tokens or pairs of all ranks, divided by the number of ranks.
-        If the norm is not finite, the weights stay unchanged.
+        If the norm is not finite, the weights stay unchanged. Returns None if the optimizer runs inside the backward.
         """
-        # To get the mean over tokens, undo FSDP's division by the number of ranks, and divide by the tokens.
-        # Without target tokens, all gradients are zero.
-        ranks = dist.get_world_size()
-        for name, count in (summed_over if isinstance(summed_over, Mapping) else {"": summed_over}).items():
-            # If the count is a tensor on the device, do not wait for its value.
-            scale = ranks / count.clamp(min=1) if isinstance(count, Tensor) else torch.tensor(ranks / max(1, count))
-            training.scale_grads(self._model.get_submodule(name), scale)
-        norm = clip(self._model, self._max_norm)
-        if math.isfinite(norm):  # the same on all ranks
-            self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
+        norm = None
+        if not isinstance(self.checkpointed, training.OptimizerInBackwardWrapper):
+            # To get the mean over tokens, undo FSDP's division by the number of ranks, and divide by the tokens.
+            # Without target tokens, all gradients are zero.
+            ranks = dist.get_world_size()
+            for name, count in (summed_over if isinstance(summed_over, Mapping) else {"": summed_over}).items():
+                # If the count is a tensor on the device, do not wait for its value.
+                scale = ranks / count.clamp(min=1) if isinstance(count, Tensor) else torch.tensor(ranks / max(1, count))
+                training.scale_grads(self._model.get_submodule(name), scale)
+            norm = clip(self._model, self._max_norm)
+            if math.isfinite(norm):  # the same on all ranks
+                self.checkpointed.step()
+            self.checkpointed.zero_grad(set_to_none=True)
         if self._scheduler is not None:
             self._scheduler.step()
         return norm
 
     def learning_rate(self) -> float:
         """Return the current learning rate."""
-        return float(training.get_lr(self.optimizer))
+        return float(training.get_lr(self.checkpointed))
+
+    def _groups(self) -> list[dict[str, Any]]:
+        return [group for optimizer in self.optimizers for group in optimizer.param_groups]
 
 
 def clip(model: nn.Module, max_norm: float | None) -> float:
@@ -110,8 +122,18 @@ def build_optimization(
     settings: Settings, model: nn.Module, checkpoint: Mapping[str, Any], device: torch.device
 ) -> Optimization:
     """Build the optimizer and restore its state from the checkpoint."""
-    optimizer = components.build("optimizer", settings.config, list(model.parameters()))
-    optimization = Optimization(settings, model, optimizer)
-    if state := checkpoint.get(training.OPT_KEY):
-        load_optimizer_state(model, optimizer, state, device)
+    state = checkpoint.get(training.OPT_KEY)
+    if not settings.optimizer_in_bwd:
+        optimizer = components.build("optimizer", settings.config, list(model.parameters()))
+        optimization = Optimization(settings, model, optimizer, optimizer)
+        if state:
+            load_optimizer_state(model, optimizer, state, device)
+        return optimization
+    # One optimizer per parameter, which steps as soon as the gradient is complete.
+    optimizers = {p: components.build("optimizer", settings.config, [p]) for p in model.parameters()}
+    training.register_optim_in_bwd_hooks(model=model, optim_dict=optimizers)
+    wrapper = training.create_optim_in_bwd_wrapper(model=model, optim_dict=optimizers)
+    optimization = Optimization(settings, model, wrapper, *wrapper.optim_map.values())
+    for name, one_state in (state or {}).items():
+        load_optimizer_state(model, wrapper.optim_map[name], one_state, device)
     return optimization

@@ -157,7 +157,7 @@ class TrainingLoop:
     def memory_of_this_rank(self) -> AbstractContextManager[MemorySource | None]:
         """Return a context that limits and measures this rank's memory, including that of all models and optimizers."""
         models = nn.ModuleList(self.stages.training.recovery.models)
-        resident = resident_tensors(models, [self.optimization.optimizer])
+        resident = resident_tensors(models, self.optimization.optimizers)
         limit, limits = None, self.run.settings.adaptive.memory_limit
         if limits is not None:
             limit = size_for_rank(limits, rank(), world_size(), "adaptive.memory_limit")
@@ -198,7 +198,7 @@ class TrainingLoop:
     def finish_step(
         self,
         result: StepResult,
-        grad_norm: float,
+        grad_norm: float | None,
         *,
         samples: float | None = None,
         more: Mapping[str, float] | None = None,
@@ -208,7 +208,7 @@ class TrainingLoop:
         loss = self.run.metrics.log_step(self.run.progress.step + 1, result, grad_norm, samples, figures)
         self.advance(loss, result.target_tokens, grad_norm, stop_requested=result.stop_requested)
 
-    def advance(self, loss: float, target_tokens: int, grad_norm: float, *, stop_requested: bool) -> None:
+    def advance(self, loss: float, target_tokens: int, grad_norm: float | None, *, stop_requested: bool) -> None:
         """Collective: count a logged step, validate and save a checkpoint if due, and end the run after a signal."""
         run = self.run
         run.progress = run.progress.after_step(self._sizes, run.devices.ranks)
@@ -244,7 +244,7 @@ class TrainingLoop:
         own = {} if self.validation is None else self.validation.stages.state_dict()
         progress = replace(self.run.progress, limit={**self.stages.state_dict(), **own})
         loader_state = self.data.loader.state_dict()
-        self.run.checkpoints.save(progress, self.model, self.optimization.optimizer, loader_state)
+        self.run.checkpoints.save(progress, self.model, self.optimization.checkpointed, loader_state)
 
     def close(self) -> None:
         """Collective: log the end of the run, and leave the process group."""

@@ -90,6 +90,7 @@ def test_bad_override_is_named(message: Start, override: str, parts: list[str]) 
         ("custom_sharded_layers=tok_embeddings", ["custom_sharded_layers is 'tok_embeddings'", "a list of names"]),
         ("device=gpu", ["device is 'gpu'", "set device: cpu"]),
         ("device=cuda:9", ["device is 'cuda:9'", "set device: cpu"]),
+        ("optimizer_in_bwd=True", ["optimizer_in_bwd is True", "clip_grad_norm is 1.0"]),
         ("lr_scheduler=torch.optim.lr_scheduler.StepLR", ["lr_scheduler is", "a section with a _component_"]),
         ("output_dir=/proc/none", ["cannot write to output_dir '/proc/none'"]),
     ],
@@ -161,6 +162,20 @@ def test_missing_data_file_is_named(message: Start) -> None:
 )
 def test_weights_of_another_model_are_refused(message: Start, kind: str, override: str, found: str) -> None:
     assert_mentions(message(kind, override), "checkpointer: the weights do not match the model", found)
+
+
+@pytest.mark.parametrize(
+    ("override", "parts"),
+    [
+        ("optimizer_in_bwd=True", ["optimizer_in_bwd is True", "LoRA"]),
+        ("~model.lora_rank", ["model.lora_rank is missing", COUNT]),
+        ("model.lora_attn_modules=[query]", ["model.lora_attn_modules is ['query']", "q_proj"]),
+    ],
+)
+def test_options_unsupported_with_lora_are_refused_before_training(
+    message: Start, override: str, parts: list[str]
+) -> None:
+    assert_mentions(message(LORA, override), *parts)
 
 
 A_SLIP = "batch_szie is not a known key: did you mean batch_size?"

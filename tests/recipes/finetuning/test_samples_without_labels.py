@@ -46,8 +46,10 @@ COMMON = (
 )
 A_STEP = 2 * 2 * 2
 """Samples of a step on two ranks."""
+IN_BACKWARD = ("optimizer_in_bwd=True", "clip_grad_norm=null", "gradient_accumulation_steps=1", "batch_size=4")
 RUNS: dict[str, tuple[str, ...]] = {
     "steps masked": (f"dataset.run={A_STEP}", "dataset.keeps_tokens=True"),
+    "steps masked, in backward": (f"dataset.run={A_STEP}", "dataset.keeps_tokens=True", *IN_BACKWARD),
     "steps empty, by tokens": (f"dataset.run={A_STEP}", "dataset.keeps_tokens=False", "adaptive.token_budget=900"),
     "samples masked": ("dataset.run=1", "dataset.keeps_tokens=True"),
     "samples empty, by tokens": ("dataset.run=1", "dataset.keeps_tokens=False", "adaptive.token_budget=900"),

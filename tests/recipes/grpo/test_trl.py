@@ -91,7 +91,7 @@ def ours(folder: Path, loss: Loss) -> tuple[list[Update], list[Rollout]]:
     def note(*_: object) -> None:
         gradients.append(in_hf({name: each.grad.clone() for name, each in policy.named_parameters()}))
 
-    iterations.optimization.optimizer.register_step_pre_hook(note)
+    iterations.optimization.optimizers[0].register_step_pre_hook(note)
     everyone = iterations.generate_and_score([iterations.data.dataset[index] for index in range(PROMPTS)], 1)
     with (
         mock.patch.object(iterations, "generate_and_score", return_value=everyone),

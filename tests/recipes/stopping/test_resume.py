@@ -22,6 +22,7 @@ WHOLE_RUN = (
 )
 SAVED_WEIGHTS = "checkpointer.checkpoint_files=[epoch_0/model-00001-of-00001.bin]"
 SAVED_STATE = "checkpointer.recipe_checkpoint=epoch_0/recipe_state.pt"
+IN_BACKWARD = ("optimizer_in_bwd=True", "gradient_accumulation_steps=1", "clip_grad_norm=null")
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,7 @@ class Case:
 
 CASES = {
     "ours-by-stock": Case(then=run_stock, resume_arguments=(SAVED_WEIGHTS, SAVED_STATE)),
+    "in-backward": Case(overrides=IN_BACKWARD, resume_arguments=(SAVED_WEIGHTS,)),
     "adapter-only": Case("lora", overrides=("save_adapter_weights_only=True",), weights="adapter_model.pt"),
 }
 

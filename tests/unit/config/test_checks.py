@@ -97,6 +97,7 @@ def problems(recipe: Recipe, cfg: DictConfig) -> str:
     ("recipe", "overrides", "adaptive", "problem"),
     [
         (FULL, "use_maximum_batch_size=True", BUDGET, "use_maximum_batch_size is True and adaptive.token_budget is"),
+        (FULL, "optimizer_in_bwd=True", BUDGET, "set optimizer_in_bwd: False or adaptive.token_budget: null"),
         (FULL, "", {**BUDGET, "max_batch_size": 4}, "max_batch_size is 4 and adaptive.token_budget is 4096"),
         (FULL, "fsdp_cpu_offload=True", {}, "the weights are already on the CPU; set it to False"),
         (FULL, "run_val_every_n_steps=2", {}, "run_val_every_n_steps is 2, but dataset_val is missing: add a section"),

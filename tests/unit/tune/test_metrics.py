@@ -119,6 +119,11 @@ def test_resumed_run_may_end_and_save_although_no_step_since_then_has_trained(
     assert losses.worth_saving(ends_epoch=True)
 
 
+def test_optimizer_in_the_backward_has_already_updated_the_weights(message: list[str]) -> None:
+    LossWatch(2).record(1, math.nan, 10, None)
+    assert message == ["step 1: the loss is nan; the weights may be NaN now"]
+
+
 def test_progress_has_time_left_speed_padding_and_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, message: list[str]
 ) -> None:

@@ -33,7 +33,7 @@ from torchtune_adaptive.tune.samples import PAIR
 KEYS = {**NEEDED, "batch_size": 2, "gradient_accumulation_steps": 3}
 
 
-@pytest.mark.parametrize(("key", "value"), [("tensor_parallel_dim", 2)])
+@pytest.mark.parametrize(("key", "value"), [("optimizer_in_bwd", True), ("tensor_parallel_dim", 2)])
 def test_unsupported_option_is_refused(key: str, value: object) -> None:
     read_full_dpo_settings(OmegaConf.create(KEYS))
     with pytest.raises(ConfigError, match=f"{key} is .*, which preference training does not support: allowed is"):
