@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import random
 import re
@@ -160,6 +161,53 @@ def test_killed_run_resumes_with_the_reduced_limit(folder: Path, tmp_path: Path)
     resumed = train(tmp_path, AS_IT_IS, resume=str(tmp_path / "checkpoint-3"), arguments=arguments(tmp_path))
     assert resumed.column("microbatch_rows") == [4, 2, 2, 2, 2, 2]
     assert difference(resumed, stock(folder)) < 1e-6
+
+
+@pytest.mark.parametrize("torn", [None, "trainer_state.json", "rng_state_1.pth"])
+def test_resume_skips_a_checkpoint_whose_save_was_interrupted(
+    folder: Path, tmp_path: Path, torn: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    class FullDisk(Trainer):
+        def _save_rng_state(self, output_dir: str) -> None:
+            if output_dir.endswith("-4"):
+                raise OSError(errno.ENOSPC, "No space left on device")
+            super()._save_rng_state(output_dir)
+
+    settings = arguments(tmp_path, save_strategy="steps", save_steps=2)
+    with pytest.raises(OSError, match="No space left on device"):
+        train(tmp_path, AS_IT_IS, base=FullDisk, arguments=settings)
+    if torn is not None:
+        whole = {
+            name: (tmp_path / "checkpoint-2" / name).read_bytes() for name in ("trainer_state.json", "rng_state.pth")
+        }
+        whole["rng_state_1.pth"] = whole.pop("rng_state.pth")
+        for name, content in whole.items():
+            (tmp_path / "checkpoint-4" / name).write_bytes(content[: len(content) // (2 if name == torn else 1)])
+    resumed = train(tmp_path, AS_IT_IS, resume=True, arguments=settings)
+    assert f"{tmp_path / 'checkpoint-4'} is skipped: its save was interrupted" in caplog.text
+    assert difference(resumed, stock(folder)) == 0.0
+
+
+def test_resume_without_a_complete_checkpoint_is_an_error_or_starts_from_the_beginning(
+    folder: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "checkpoint-2").mkdir()
+    with pytest.raises(ConfigError, match=f"{tmp_path} contains no complete checkpoint"):
+        train(tmp_path, AS_IT_IS, resume=True, arguments=arguments(tmp_path))
+    ours = train(tmp_path, AS_IT_IS, resume="auto", arguments=arguments(tmp_path))
+    assert difference(ours, stock(folder)) == 0.0
+
+
+def test_checkpoint_is_incomplete_while_it_is_overwritten(tmp_path: Path) -> None:
+    class FullDisk(Trainer):
+        def _save_rng_state(self, output_dir: str) -> None:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    settings = arguments(tmp_path, save_strategy="steps", save_steps=2)
+    train(tmp_path, AS_IT_IS, arguments=settings)
+    with pytest.raises(OSError, match="No space left on device"):
+        train(tmp_path, AS_IT_IS, base=FullDisk, resume=str(tmp_path / "checkpoint-2"), arguments=settings)
+    assert not (tmp_path / "checkpoint-4" / "trainer_state.json").exists()
 
 
 def test_errors_of_the_engine_recommend_arguments_of_trainer(folder: Path) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Iterator, MutableMapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import fields, replace
 from functools import cache
+from pathlib import Path
 from traceback import walk_tb
 from typing import TYPE_CHECKING, Any, NoReturn, cast
 
@@ -19,11 +20,13 @@ from accelerate.data_loader import DataLoaderDispatcher
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from transformers import Trainer
+from transformers.trainer import TRAINER_STATE_NAME
 
 from torchtune_adaptive.engine.oom import fatal_on_oom
-from torchtune_adaptive.engine.ranks import rank
+from torchtune_adaptive.engine.ranks import from_all_ranks, rank
 from torchtune_adaptive.errors import AdaptiveError, ConfigError, RecoveryUnsupportedError, Remedy
 from torchtune_adaptive.hf.arguments import REMEDIES_AS_ARGUMENTS, AdaptiveArguments
+from torchtune_adaptive.hf.checkpoints import newest_complete
 from torchtune_adaptive.hf.evaluation import Evaluator
 from torchtune_adaptive.hf.losses import Counts
 from torchtune_adaptive.hf.samples import SAMPLES_KEY, CollatedBatch, GeneratedRow, KeepSamples
@@ -80,7 +83,10 @@ class AdaptiveMixin(Base):
         _refuse_unsupported(self)
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
-        """Collective: see Trainer.train."""
+        """Collective: see Trainer.train. `resume_from_checkpoint=True` takes the newest complete checkpoint, and "auto"
+        does the same, but starts from the beginning if there is none."""
+        if resume_from_checkpoint in (True, "auto"):
+            resume_from_checkpoint = newest_complete(self.args, required=resume_from_checkpoint is True)
         with ExitStack() as self._training_stack, self._explaining_errors():
             try:
                 return super().train(resume_from_checkpoint, *args, **kwargs)
@@ -222,6 +228,18 @@ class AdaptiveMixin(Base):
         if self._steps is None:
             self._steps = OptimizerSteps(self, model, collected, num_items, self._training_stack)
         return self._steps.run(collected, num_items)
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        """Collective: see Trainer. A checkpoint that is being overwritten does not count as complete."""
+        if self.args.should_save:
+            state = Path(self._get_output_dir(trial), f"checkpoint-{self.state.global_step}", TRAINER_STATE_NAME)
+            state.unlink(missing_ok=True)
+        super()._save_checkpoint(model, trial)
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        """Collective: see Trainer. Wait for all ranks, because rank 0 then writes the file that marks completeness."""
+        super()._save_rng_state(output_dir)
+        from_all_ranks(None)
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Log. If `logs` contain a training loss, this is collective, and adds recoveries and the microbatch limit."""
