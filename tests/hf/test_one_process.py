@@ -35,6 +35,7 @@ from tests.hf.trainers import LONGEST, Counting, Means, Run, arguments, collate,
 from tests.ranks import RankFailed, run_on_ranks
 from torchtune_adaptive.errors import (
     AdaptiveError,
+    CheckpointError,
     ConfigError,
     LimitExhaustedError,
     OneRowDoesNotFitError,
@@ -174,7 +175,7 @@ def test_resume_skips_a_checkpoint_whose_save_was_interrupted(
             super()._save_rng_state(output_dir)
 
     settings = arguments(tmp_path, save_strategy="steps", save_steps=2)
-    with pytest.raises(OSError, match="No space left on device"):
+    with pytest.raises(CheckpointError, match=r"checkpoint-4 could not be saved to .*: No space left on device; once"):
         train(tmp_path, AS_IT_IS, base=FullDisk, arguments=settings)
     if torn is not None:
         whole = {
@@ -198,6 +199,14 @@ def test_resume_without_a_complete_checkpoint_is_an_error_or_starts_from_the_beg
     assert difference(ours, stock(folder)) == 0.0
 
 
+@pytest.mark.parametrize("name", ["optimizer.pt", "scheduler.pt", "rng_state.pth"])
+def test_save_on_a_full_disk_ends_with_the_reason(tmp_path: Path, name: str) -> None:
+    (tmp_path / "checkpoint-2").mkdir()
+    (tmp_path / "checkpoint-2" / name).symlink_to("/dev/full")
+    with pytest.raises(CheckpointError, match=r"checkpoint-2 could not be saved to .*No space left on device"):
+        train(tmp_path, AS_IT_IS, arguments=arguments(tmp_path, save_strategy="steps", save_steps=2))
+
+
 def test_checkpoint_is_incomplete_while_it_is_overwritten(tmp_path: Path) -> None:
     class FullDisk(Trainer):
         def _save_rng_state(self, output_dir: str) -> None:
@@ -205,7 +214,7 @@ def test_checkpoint_is_incomplete_while_it_is_overwritten(tmp_path: Path) -> Non
 
     settings = arguments(tmp_path, save_strategy="steps", save_steps=2)
     train(tmp_path, AS_IT_IS, arguments=settings)
-    with pytest.raises(OSError, match="No space left on device"):
+    with pytest.raises(CheckpointError, match="No space left on device"):
         train(tmp_path, AS_IT_IS, base=FullDisk, resume=str(tmp_path / "checkpoint-2"), arguments=settings)
     assert not (tmp_path / "checkpoint-4" / "trainer_state.json").exists()
 

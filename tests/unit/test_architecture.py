@@ -37,7 +37,7 @@ ROOMS_OF_TESTS = sorted(
     {path.parent for at in ("distributed", "recipes") for path in (ROOT / "tests" / at).rglob("test_*.py")}
 )
 
-GROUND = {"atomic_files", "dependencies", "errors", "formatting", "rehearsal_flag"}
+GROUND = {"atomic_files", "dependencies", "errors", "failed_writes", "formatting", "rehearsal_flag"}
 """Top-level modules that everything may import, and that import only one another."""
 DOORS = {"__init__"}
 """Top-level modules for users; within the project only tests import them."""

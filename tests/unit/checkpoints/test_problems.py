@@ -1,5 +1,6 @@
 """Messages about failed checkpoints tell users how to react."""
 
+import errno
 from pathlib import Path
 from unittest import mock
 
@@ -10,6 +11,24 @@ from torchtune_adaptive.checkpoints import loading, manager
 from torchtune_adaptive.checkpoints.manager import describe_failure
 from torchtune_adaptive.config.remedies import KEYS
 from torchtune_adaptive.errors import CheckpointError
+from torchtune_adaptive.failed_writes import python_opens_files
+
+
+def test_operating_systems_reason_is_shown_with_its_file(tmp_path: Path) -> None:
+    full = OSError(errno.ENOSPC, "No space left on device")
+    assert describe_failure(full, tmp_path).startswith("No space left on device (")
+    gone = FileNotFoundError(errno.ENOENT, "No such file or directory", "weights/tokenizer.json")
+    assert describe_failure(gone, tmp_path).startswith("No such file or directory: weights/tokenizer.json (")
+
+
+@pytest.mark.parametrize("numbers", [10, 10**6], ids=["at the end of the file", "before the end"])
+def test_reason_of_a_short_fault_of_the_disk_is_shown(tmp_path: Path, numbers: int) -> None:
+    """torch's own error has no reason. Later writes would succeed, so they cannot show it either."""
+    with python_opens_files(), pytest.raises((OSError, RuntimeError)) as failed:
+        torch.save({"weight": torch.zeros(numbers)}, "/dev/full")
+    assert describe_failure(failed.value, tmp_path).startswith("No space left on device (")
+    unknown = RuntimeError("unexpected pos 64 vs 0")
+    assert describe_failure(unknown, tmp_path).startswith("RuntimeError: unexpected pos 64 vs 0 (")
 
 
 def test_oom_in_a_save_names_the_checkpoint_to_resume_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
