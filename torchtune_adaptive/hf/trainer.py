@@ -22,16 +22,18 @@ from torch.optim import Optimizer
 from transformers import Trainer
 from transformers.trainer import TRAINER_STATE_NAME
 
+from torchtune_adaptive.arguments import AdaptiveArguments
 from torchtune_adaptive.engine.oom import fatal_on_oom
 from torchtune_adaptive.engine.ranks import from_all_ranks, rank
+from torchtune_adaptive.engine.snapshot import override_attributes
 from torchtune_adaptive.errors import AdaptiveError, CheckpointError, ConfigError, RecoveryUnsupportedError, Remedy
 from torchtune_adaptive.failed_writes import cause_of_failed_write, python_opens_files
-from torchtune_adaptive.hf.arguments import REMEDIES_AS_ARGUMENTS, AdaptiveArguments
 from torchtune_adaptive.hf.checkpoints import newest_complete
 from torchtune_adaptive.hf.evaluation import Evaluator
 from torchtune_adaptive.hf.losses import Counts
+from torchtune_adaptive.hf.remedies import REMEDIES_AS_ARGUMENTS
 from torchtune_adaptive.hf.samples import SAMPLES_KEY, CollatedBatch, GeneratedRow, KeepSamples
-from torchtune_adaptive.hf.steps import OptimizerSteps, override_attributes
+from torchtune_adaptive.hf.steps import OptimizerSteps
 
 if TYPE_CHECKING:
     Base = Trainer

@@ -1,17 +1,16 @@
-"""The arguments of AdaptiveMixin, and remedies expressed as arguments of AdaptiveMixin and Trainer."""
+"""The arguments of `adaptive(...)`, for trainers of other libraries."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from torchtune_adaptive.errors import ConfigError, Remedy
+from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.formatting import parse_size
 
 
 @dataclass(frozen=True)
 class AdaptiveArguments:
-    """Settings of AdaptiveMixin. HfArgumentParser turns the fields into command-line options."""
+    """Settings of an adaptive Trainer or worker. HfArgumentParser turns the fields into command-line options."""
 
     recover_from_oom: bool = field(default=True, metadata={"help": "Repeat a step that ran out of memory, in parts."})
     regrow_after: int = field(default=200, metadata={"help": "Steps without OOM before a limit grows; 0: never."})
@@ -34,19 +33,3 @@ class AdaptiveArguments:
             raise ConfigError("use_maximum_batch_size limits rows and token_budget limits tokens: set only one of them")
         if self.memory_limit is not None:
             parse_size(self.memory_limit, "memory_limit")
-
-
-REMEDIES_AS_ARGUMENTS: Mapping[Remedy, str] = {
-    **{remedy: remedy.value for remedy in Remedy},
-    Remedy.CHECKPOINT_ACTIVATIONS: "set gradient_checkpointing=True",
-    Remedy.MORE_RANKS: "shard the model over more ranks with FSDP2",
-    Remedy.LARGER_BUDGET: "raise memory_limit",
-    Remedy.SMALLER_LIMIT: "lower per_device_train_batch_size",
-    Remedy.NO_RECOVERY: "set recover_from_oom=False",
-    Remedy.RECOVERY: "set recover_from_oom=True",
-    Remedy.FEWER_ROWS: "set use_maximum_batch_size=False",
-    Remedy.ROOM_FOR_NCCL: "if CUDA was out of memory, leave more memory to NCCL: set memory_limit, for example to 0.9",
-    Remedy.CAP_MEMORY: "set memory_limit, for example to 8GiB",
-    Remedy.MEASURE: "measure on the device with use_maximum_batch_size=True",
-}
-"""The text of each remedy, expressed as a value of TrainingArguments or AdaptiveArguments."""
