@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -12,11 +13,15 @@ pytest.importorskip("skyrl")
 
 import torch
 import torch.distributed as dist
+from skyrl.backends.skyrl_train.training_batch import TrainingInputBatch
 
 from tests.ranks import run_on_ranks
-from tests.skyrl.sweeps import CASES, ENTROPY, Case, Swept, relative, run, sweep_all
+from tests.skyrl.sweeps import CASES, ENTROPY, Case, Swept, relative, run, same, sweep_all
 from tests.skyrl.workers import KINDS, batch, gradients, use_cpus, worker
+from torchtune_adaptive.engine.limits import RowLimit
+from torchtune_adaptive.errors import AdaptiveError, ConfigError
 from torchtune_adaptive.skyrl import adaptive
+from torchtune_adaptive.skyrl.passes import longest_row
 from torchtune_adaptive.testing import FaultInjector
 
 pytestmark = pytest.mark.timeout(1800)
@@ -91,9 +96,7 @@ def test_entropy_bonus_is_exact_in_parts_and_reported_if_parts_span_several_micr
 
 
 def _entropy_of_parts() -> tuple[float, list[str]]:
-    logging.disable(logging.NOTSET)
-    reports: list[str] = []
-    logging.getLogger("torchtune_adaptive.skyrl.passes").addFilter(lambda record: reports.append(record.getMessage()))
+    reports = logs()
     case = Case("policy", overrides=ENTROPY)
     stock, ours = pair(case)
     run(ours, case)
@@ -116,9 +119,7 @@ def test_losses_that_select_tokens_of_a_microbatch_are_reported() -> None:
 
 
 def _selecting_loss() -> list[str]:
-    logging.disable(logging.NOTSET)
-    reports: list[str] = []
-    logging.getLogger("torchtune_adaptive.skyrl.passes").addFilter(lambda record: reports.append(record.getMessage()))
+    reports = logs()
     case = Case("policy", overrides=("trainer.algorithm.policy_loss_type=kl_cov",))
     _, ours = pair(case)
     run(ours, case)
@@ -143,3 +144,117 @@ def _different_numbers() -> float:
     assert counts.item() > 0  # SkyRL adds microbatches of padding on one rank
     assert outputs[0].loss_fn_outputs == outputs[1].loss_fn_outputs
     return relative(gradients(ours), gradients(stock))
+
+
+def test_rows_longer_than_the_budget_run_alone() -> None:
+    case = Case("policy", overrides=("trainer.max_tokens_per_microbatch=5",))
+    assert all(on_ranks(2, _alone, case))
+
+
+def _alone(case: Case) -> bool:
+    stock, ours = pair(case)
+    expected, ran = run(stock, case), run(ours, case)
+    assert ran.metrics["num_microbatches"] == 8  # as many as rows
+    return same(ran, expected)
+
+
+SEARCHED = {"max_prompt_length": 12, "max_generate_length": 20}
+"""Twice as long as the rows of a batch."""
+
+
+@pytest.mark.parametrize(("kind", "rows"), [("policy", 4), ("critic", 8)])
+def test_search_finds_the_rows_that_fit_on_the_rank_with_the_least_memory(kind: str, rows: int) -> None:
+    assert on_ranks(2, _search, kind) == [rows, rows]
+
+
+def _search(kind: str) -> int:
+    limit = ("4MiB", "2MiB")[dist.get_rank()]
+    case, logged = CASES[kind], logs()
+    stock, ours = pair(case, use_maximum_batch_size=True, memory_limit=limit, **SEARCHED)
+    data = batch(32)
+    before = [each.to_local().clone() for each in ours.model.parameters()]
+    output = ours.forward_backward(data)
+    assert all(map(torch.equal, before, [each.to_local() for each in ours.model.parameters()]))
+    assert not ours.optimizer.state
+    rows = ours.cfg.micro_train_batch_size_per_gpu
+    assert output.metrics["microbatch_rows"] == rows
+    shown = [line for line in logged if f"trainer.micro_train_batch_size_per_gpu={rows}" in line]
+    assert len(shown) == (dist.get_rank() == 0)
+    stock.cfg.micro_train_batch_size_per_gpu = rows
+    expected = stock.forward_backward(data)
+    assert relative(gradients(ours), gradients(stock)) < 1e-6
+    assert {name: output.metrics[name] for name in expected.metrics} == pytest.approx(expected.metrics, rel=1e-6)
+    # the longest rows fit in microbatches of this size, but not in larger ones
+    longest = longest_row(data, ours.arguments, padded=True)
+    longest = TrainingInputBatch({name: each.expand(32, -1) for name, each in longest.items()})
+    longest.metadata = {"response_length": SEARCHED["max_generate_length"]}
+    runner = ours.passes.runners["forward_backward"]
+    ours.forward_backward(longest)
+    assert runner.recoveries == 0
+    runner.use_limit(RowLimit(2 * rows + 8))
+    ours.forward_backward(longest)
+    assert runner.recoveries > 0
+    return rows
+
+
+def logs() -> list[str]:
+    """Return a list that gets the log lines of workers from now on."""
+    logging.disable(logging.NOTSET)
+    lines: list[str] = []
+    logger = logging.getLogger("torchtune_adaptive.skyrl.passes")
+    logger.setLevel(logging.INFO)
+    logger.addFilter(lambda record: lines.append(record.getMessage()))
+    return lines
+
+
+def test_search_finds_a_token_budget_that_allows_more_short_rows() -> None:
+    [(budget, rows, lines)] = on_ranks(1, _token_budget)
+    assert 4 * 32 <= budget < 16 * 32
+    assert rows == budget // 16  # rows of the batch have 16 tokens, the longest would have 32
+    assert any(f"token_budget={budget} (padding included)" in line for line in lines)
+
+
+def _token_budget() -> tuple[int, int, list[str]]:
+    lines = logs()
+    _, ours = pair(CASES["policy"], token_budget="auto", memory_limit="2MiB", **SEARCHED)
+    output = ours.forward_backward(batch(64))
+    assert output.metrics["oom_recoveries"] == 0
+    return output.metrics["microbatch_tokens"], max(map(len, ours.passes.plan)), lines
+
+
+def test_errors_name_keys_of_skyrl_and_can_be_sent_between_processes() -> None:
+    [messages] = on_ranks(1, _errors)
+    assert "generator.sampling_params.max_generate_length" in messages["one row does not fit"]
+    assert "trainer.gradient_checkpointing=true" in messages["limit exhausted"]
+    assert "memory_limit to adaptive()" in messages["no limit"]
+
+
+def _errors() -> dict[str, str]:
+    case, messages = CASES["policy"], {}
+
+    def fail(what: str, overrides: Any = None, **arguments: Any) -> None:
+        _, ours = pair(case, **arguments)
+        with pytest.raises(AdaptiveError) as caught:
+            ours.forward_backward(batch())
+        messages[what] = str(pickle.loads(pickle.dumps(caught.value)))
+        assert messages[what] == str(caught.value)
+
+    fail("one row does not fit", use_maximum_batch_size=True, memory_limit="300KiB", **SEARCHED)
+    fail("limit exhausted", memory_limit="250KiB")
+    fail("no limit", use_maximum_batch_size=True, **SEARCHED)
+    _, ours = pair(case, memory_limit="250KiB", recover_from_oom=False)
+    with pytest.raises(torch.OutOfMemoryError):
+        ours.forward_backward(batch())
+    return messages
+
+
+def test_adaptive_refuses_other_classes_and_unknown_arguments() -> None:
+    with pytest.raises(TypeError, match="pass a PolicyWorker"):
+        adaptive(dict)
+    with pytest.raises(ConfigError, match="unknown argument 'rows'"):
+        adaptive(KINDS["policy"], rows=1)
+    with pytest.raises(ConfigError, match="max_generate_length"):
+        adaptive(KINDS["policy"], use_maximum_batch_size=True, max_prompt_length=12)
+    made = adaptive(KINDS["policy"], regrow_after=5)
+    assert adaptive(KINDS["policy"], regrow_after=5) is made
+    assert adaptive(made, recover_from_oom=False).arguments.regrow_after == 5

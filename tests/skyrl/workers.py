@@ -6,6 +6,7 @@ import gc
 import logging
 import tempfile
 import types
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -58,36 +59,50 @@ def tiny_model(folder: str) -> str:
     return folder
 
 
-def worker(kind: str, base: type | None = None, overrides: tuple[str, ...] = ()) -> Any:
+def config(kind: str, path: str, overrides: Sequence[str] = ()) -> Any:
+    """Return the part of SkyRL's config that workers get."""
+    role = {"reference": "ref"}.get(kind, kind)
+    made = SkyRLTrainConfig.from_cli_overrides(
+        [
+            *(f"trainer.{each}.model.path={path}" for each in ("policy", "critic", "ref")),
+            *(f"trainer.{each}.fsdp_config.mixed_precision.param_dtype=fp32" for each in ("policy", "critic")),
+            "trainer.flash_attn=false",
+            "trainer.remove_microbatch_padding=false",
+            "trainer.bf16=false",
+            "trainer.micro_train_batch_size_per_gpu=4",
+            "trainer.micro_forward_batch_size_per_gpu=4",
+            "trainer.gradient_checkpointing=false",
+            f"trainer.{role}.fsdp_config.wrap_policy.transformer_layer_cls_to_wrap=Qwen2DecoderLayer",
+            *overrides,
+        ]
+    ).trainer
+    made.algorithm.temperature = 1.0
+    return made
+
+
+def join_ranks(made: Any) -> None:
+    """Set up a worker's groups of ranks on CPUs."""
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    made.device_mesh = init_device_mesh("cpu", (ranks, 1), mesh_dim_names=("dp", "sp"))
+    made.mesh_rank = MeshRank(dp=rank, sp=0, tp=0, pp=0, world_size=ranks, dp_size=ranks, pp_size=1)
+
+
+def worker(kind: str, base: type | None = None, overrides: Sequence[str] = ()) -> Any:
     """Collective: return a worker with a tiny model. It is initialized as by SkyRL, except for its groups of ranks."""
-    ranks, role = dist.get_world_size(), {"reference": "ref"}.get(kind, kind)
     with tempfile.TemporaryDirectory() as folder:
         paths = [tiny_model(folder)]  # transformers saves it on rank 0
         dist.broadcast_object_list(paths)
-        [path] = paths
-        config = SkyRLTrainConfig.from_cli_overrides(
-            [
-                *(f"trainer.{each}.model.path={path}" for each in ("policy", "critic", "ref")),
-                *(f"trainer.{each}.fsdp_config.mixed_precision.param_dtype=fp32" for each in ("policy", "critic")),
-                "trainer.flash_attn=false",
-                "trainer.remove_microbatch_padding=false",
-                "trainer.bf16=false",
-                "trainer.micro_train_batch_size_per_gpu=4",
-                "trainer.micro_forward_batch_size_per_gpu=4",
-                "trainer.gradient_checkpointing=false",
-                f"trainer.{role}.fsdp_config.wrap_policy.transformer_layer_cls_to_wrap=Qwen2DecoderLayer",
-                "generator.sampling_params.temperature=1.0",
-                *overrides,
-            ]
-        )
-        config.trainer.algorithm.temperature = 1.0
-        places = {"world_size": ranks, "rank": dist.get_rank(), "local_rank": dist.get_rank()}
         made = (base or KINDS[kind])(
-            cfg=config.trainer, **places, master_addr="127.0.0.1", master_port=1, sequence_parallel_size=1
+            cfg=config(kind, paths[0], overrides),
+            world_size=dist.get_world_size(),
+            rank=dist.get_rank(),
+            local_rank=dist.get_rank(),
+            master_addr="127.0.0.1",
+            master_port=1,
+            sequence_parallel_size=1,
         )
-        made.device_mesh = init_device_mesh("cpu", (ranks, 1), mesh_dim_names=("dp", "sp"))
-        made.mesh_rank = MeshRank(dp=dist.get_rank(), sp=0, tp=0, pp=0, world_size=ranks, dp_size=ranks, pp_size=1)
-        made.init_model(path, *([] if kind == "reference" else [100]))
+        join_ranks(made)
+        made.init_model(paths[0], *([] if kind == "reference" else [100]))
         dist.barrier()
     return made
 
@@ -97,7 +112,8 @@ def batch(rows: int = 8, seed: int = 7) -> Any:
 
     The seed is that of the lengths.
     """
-    random, lengths = torch.Generator().manual_seed(dist.get_rank()), torch.Generator().manual_seed(seed)
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    random, lengths = torch.Generator().manual_seed(rank), torch.Generator().manual_seed(seed)
     sequences = torch.randint(3, VOCABULARY, (rows, PROMPT + ANSWER), generator=random)
     prompts = torch.randint(2, PROMPT + 1, (rows,), generator=lengths)
     answers = torch.randint(3, ANSWER + 1, (rows,), generator=lengths)

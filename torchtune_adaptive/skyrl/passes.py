@@ -35,7 +35,6 @@ TRAIN, FORWARD, WITH_LOSS = "forward_backward", "forward", "forward with a loss"
 ROW_KEYS = {TRAIN: "micro_train_batch_size_per_gpu", FORWARD: "micro_forward_batch_size_per_gpu"}
 ROW_KEYS[WITH_LOSS] = ROW_KEYS[FORWARD]
 """The key of SkyRL's config that limits the rows of a microbatch, by stage."""
-TOKEN_KEY = "max_tokens_per_microbatch"
 FILLER = -1
 """In place of the index of a row: the first row of the batch, without targets."""
 SELECT_TOKENS = ("clip_cov", "kl_cov")
@@ -97,6 +96,8 @@ class WorkerPasses:
         self._limits: dict[str, Limit] = {}
         """The limit of each stage before any recovery."""
         self.calls, self._reported = 0, set[str]()
+        self.plan: Plan = ()
+        """The rows of each microbatch in the latest attempt."""
         if isinstance(arguments.token_budget, int):
             self._cfg.max_tokens_per_microbatch = arguments.token_budget
 
@@ -113,7 +114,7 @@ class WorkerPasses:
             self._begin(stage, data)
             self.calls += 1
             runner.run(range(len(data)), step=self.calls)
-        completed, results = CompletedBatches(data, self._plan), iter(self._results)
+        completed, results = CompletedBatches(data, self.plan), iter(self._results)
         iterators = dict.fromkeys(("get_microbatch_iterator", "BatchIterator"), lambda *_, **__: completed)
         with (
             override_attributes(skyrl_worker, **iterators),
@@ -170,7 +171,7 @@ class WorkerPasses:
 
     def _begin_attempt(self, stage: str, step: int, plan: Plan) -> None:
         """Discard the results of a failed attempt."""
-        self._plan, self._results = plan, []
+        self.plan, self._results = plan, []
         algorithm, split = self._cfg.algorithm, {*plan} - {*self._configured}
         if stage != TRAIN or not split:
             return
@@ -245,10 +246,13 @@ class WorkerPasses:
         found = find_max_batch_size(step, memory=memory, whole_step_rows=rows, max_rows=rows)
         length = self._lengths[0]
         limit: Limit = TokenLimit(int(found.unrounded_rows * length)) if counts_tokens else RowLimit(found.rows)
-        key = TOKEN_KEY if counts_tokens else ROW_KEYS[stage]
+        key = "max_tokens_per_microbatch" if counts_tokens else ROW_KEYS[stage]
         setattr(cfg, key, limit.size)
         if rank() == 0:
-            logger.info("%s\ntrainer.%s=%d fits in %s", search_table(found, length, stage), key, limit.size, stage)
+            # SkyRL's key does not count padding
+            shown = f"token_budget={limit.size} (padding included)" if counts_tokens and runner.kind.padded else ""
+            shown = shown or f"trainer.{key}={limit.size}"
+            logger.info("%s\n%s: %s fits", search_table(found, length, stage), stage, shown)
         return limit
 
 
