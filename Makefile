@@ -29,7 +29,7 @@ lightning := 2.6.6
 
 # SkyRL's requirements for its FSDP workers
 SKYRL := accelerate cloudpathlib datasets fastapi func_timeout hf_transfer jaxtyping loguru orjson pandas pillow polars pybase64 \
-	s3fs tensordict zstandard
+	s3fs tensordict torchdata zstandard
 
 .PHONY: demo demo-rehearse demo-dpo demo-ppo demo-grpo demo-hf test test-all coverage test-gpu test-foreign test-frameworks test-hf test-skyrl test-nccl test-null published lint faults versions soak crash bench gpu-day docs dist clean
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Self
 
 from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.formatting import parse_size
@@ -17,6 +18,13 @@ class AdaptiveArguments:
     use_maximum_batch_size: bool = field(default=False, metadata={"help": "Measure the largest microbatch that fits."})
     token_budget: int | str | None = field(default=None, metadata={"help": "Limit in padded tokens, or auto: measure."})
     memory_limit: str | None = field(default=None, metadata={"help": "Memory limit of each rank: 24GiB or a fraction."})
+
+    def changed(self, **arguments: Any) -> Self:
+        """Return a copy with these arguments of `adaptive()`. Raise ConfigError for unknown ones."""
+        names = [each.name for each in fields(self)]
+        if unknown := arguments.keys() - set(names):
+            raise ConfigError(f"adaptive() got an unknown argument {sorted(unknown)[0]!r}; allowed: {', '.join(names)}")
+        return replace(self, **arguments)
 
     def __post_init__(self) -> None:
         for name in ("recover_from_oom", "use_maximum_batch_size"):

@@ -9,7 +9,9 @@ import types
 import typing
 from importlib.util import find_spec
 
-if find_spec("skyrl"):
+
+def make_importable() -> None:
+    """Ray calls this in every worker process."""
     import typing_extensions
     from transformers import initialization, modeling_utils
 
@@ -22,3 +24,7 @@ if find_spec("skyrl"):
             vars(sys.modules[name]).update(pad_input=None, unpad_input=None, __path__=[])
     # SkyRL 0.4.0 imports it from its former module
     modeling_utils.no_init_weights = initialization.no_init_weights
+
+
+if find_spec("skyrl"):
+    make_importable()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import pickle
+import runpy
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +16,8 @@ pytest.importorskip("skyrl")
 import torch
 import torch.distributed as dist
 from skyrl.backends.skyrl_train.training_batch import TrainingInputBatch
+from skyrl.backends.skyrl_train.workers.fsdp.fsdp_worker import CriticWorker, PolicyWorker, RefWorker
+from skyrl.train.config import SkyRLTrainConfig
 
 from tests.ranks import run_on_ranks
 from tests.skyrl.sweeps import CASES, ENTROPY, Case, Swept, relative, run, same, sweep_all
@@ -258,3 +262,21 @@ def test_adaptive_refuses_other_classes_and_unknown_arguments() -> None:
     made = adaptive(KINDS["policy"], regrow_after=5)
     assert adaptive(KINDS["policy"], regrow_after=5) is made
     assert adaptive(made, recover_from_oom=False).arguments.regrow_after == 5
+
+
+def test_example_passes_adaptive_workers_to_skyrls_trainer(monkeypatch: pytest.MonkeyPatch) -> None:
+    example, built = runpy.run_path("examples/skyrl_workers.py"), []
+    trainer, cfg = example["Trainer"], SkyRLTrainConfig.from_cli_overrides([])
+    monkeypatch.setattr(trainer.__base__, "build_models", lambda _, *workers: built.extend(workers))
+    made = object.__new__(trainer)
+    made.cfg = cfg
+    made.build_models(PolicyWorker, CriticWorker, RefWorker)
+    classes = [each.__ray_metadata__.modified_class.__mro__[1] for each in built]
+    assert [each.__name__ for each in classes] == [
+        f"AdaptiveFSDP{kind}WorkerBase" for kind in ("Policy", "Critic", "Ref")
+    ]
+    assert all(each._default_options == {"num_gpus": 1} for each in built)
+    assert {each.arguments.max_prompt_length for each in classes} == {cfg.trainer.max_prompt_length}
+    parts = dict.fromkeys(inspect.signature(example["BasePPOExp"].get_trainer).parameters)
+    monkeypatch.setattr(trainer.__base__, "__init__", lambda *_, **parts: None)
+    assert type(example["Experiment"].get_trainer(*[parts.pop("self")], **parts)) is trainer

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, MutableMapping
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from traceback import walk_tb
@@ -268,10 +268,7 @@ def adaptive(trainer_class: type[Trainer], **arguments: Any) -> Any:
     """
     if not (isinstance(trainer_class, type) and issubclass(trainer_class, Trainer)):
         raise TypeError(f"adaptive() got {trainer_class!r}: pass transformers' Trainer or a subclass of it")
-    names = [each.name for each in fields(AdaptiveArguments)]
-    if unknown := arguments.keys() - set(names):
-        raise ConfigError(f"adaptive() got an unknown argument {sorted(unknown)[0]!r}; allowed: {', '.join(names)}")
-    defaults = replace(getattr(trainer_class, "default_arguments", AdaptiveArguments()), **arguments)
+    defaults = getattr(trainer_class, "default_arguments", AdaptiveArguments()).changed(**arguments)
     return _adaptive(cast(Any, trainer_class), defaults)
 
 

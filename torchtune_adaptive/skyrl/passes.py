@@ -85,17 +85,14 @@ class WorkerPasses:
         self._worker, self._cfg, self._arguments = worker, worker.cfg, arguments
         self._model = worker.model.model if isinstance(worker.model, HFModelWrapper) else worker.model
         self._optimizers = [worker.optimizer] if worker.optimizer else []
-        self._recovery = Recovery(
-            self._model,
-            enabled=arguments.recover_from_oom,
-            regrow_after=arguments.regrow_after,
-            on_attempt=self._begin_attempt,
-        )
+        self._is_critic = hasattr(worker, "_micro_batches_accumulated")
+        options = {"enabled": arguments.recover_from_oom, "regrow_after": arguments.regrow_after}
+        self._recovery = Recovery(self._model, on_attempt=self._begin_attempt, **options)
         self.runners: dict[str, StepRunner[int]] = {}
         """The runner of each stage that has run."""
         self._limits: dict[str, Limit] = {}
         """The limit of each stage before any recovery."""
-        self.calls, self._reported = 0, set[str]()
+        self.calls, self._warnings = 0, set[str]()
         self.plan: Plan = ()
         """The rows of each microbatch in the latest attempt."""
         if isinstance(arguments.token_budget, int):
@@ -141,56 +138,51 @@ class WorkerPasses:
         limit: Limit = RowLimit(getattr(cfg, ROW_KEYS[stage]))
         if counts_tokens and budget != "auto":
             limit = TokenLimit(cfg.max_tokens_per_microbatch)
-        runner = self.runners[stage] = StepRunner(
-            self._model, self._run_microbatch, kind=kind, limit=limit, recovery=self._recovery, stage=stage
-        )
+        options: dict[str, Any] = {"limit": limit, "recovery": self._recovery, "stage": stage}
+        self.runners[stage] = StepRunner(self._model, self._run_microbatch, kind=kind, **options)
         self._limits[stage] = limit
         if self._arguments.searches:
             limit = self._limits[stage] = self._search(
-                stage, data, memory, counts_tokens=budget == "auto" and counts_tokens
+                stage, data, memory, by_tokens=counts_tokens and budget == "auto"
             )
-            runner.use_limit(limit)
-        return runner
+            self.runners[stage].use_limit(limit)
+        return self.runners[stage]
 
     def _begin(self, stage: str, data: TrainingInputBatch) -> None:
         """Prepare for the rows of this batch."""
-        kind, worker, algorithm = self.runners[stage].kind, self._worker, self._cfg.algorithm
+        kind = self.runners[stage].kind
         self._stage, self._batches, self._results = stage, CompletedBatches(data), list[Any]()
         self._lengths = data["attention_mask"].sum(1).tolist()
         if kind.padded:
             self._lengths = [data["sequences"].shape[1]] * len(data)
         self._configured = kind.plan(self._lengths, self._limits[stage])
-        is_critic = hasattr(worker, "_micro_batches_accumulated")
-        self._counts_microbatches = stage == TRAIN and is_critic and self._cfg.max_tokens_per_microbatch <= 0
+        by_rows = self._cfg.max_tokens_per_microbatch <= 0
+        self._counts_microbatches = stage == TRAIN and self._is_critic and by_rows
         self._shares: dict[int, Fraction] = {}
-        if stage == TRAIN and not is_critic and algorithm.use_entropy_loss:
+        if stage == TRAIN and not self._is_critic and self._cfg.algorithm.use_entropy_loss:
             targets = [Fraction(count) for count in data["loss_mask"].sum(1).tolist()]
             for rows in self._configured:
                 total = sum(targets[row] for row in rows) or 1
                 self._shares |= {row: targets[row] * len(rows) / total for row in rows}
 
     def _begin_attempt(self, stage: str, step: int, plan: Plan) -> None:
-        """Discard the results of a failed attempt."""
+        """Discard the results of a failed attempt. Warn once about losses that do not add up over this plan."""
         self.plan, self._results = plan, []
-        algorithm, split = self._cfg.algorithm, {*plan} - {*self._configured}
-        if stage != TRAIN or not split:
-            return
-        if self._shares and not all(any({*rows} <= {*whole} for whole in self._configured) for rows in split):
-            self._report(
+        kind, warnings = self._cfg.algorithm.policy_loss_type, set[str]()
+        split = [{*rows} for rows in plan if rows not in self._configured]
+        if self._shares and not all(any(rows <= {*whole} for whole in self._configured) for rows in split):
+            warnings.add(
                 "trainer.algorithm.use_entropy_loss=true: the entropy bonus is a mean over the tokens of a microbatch; "
                 "after a recovery, some microbatches have rows of several configured ones, so weights of tokens differ"
             )
-        if not hasattr(self._worker, "_micro_batches_accumulated") and algorithm.policy_loss_type in SELECT_TOKENS:
-            self._report(
-                f"trainer.algorithm.policy_loss_type={algorithm.policy_loss_type} selects tokens of a microbatch, so a "
-                "step that is repeated in smaller microbatches trains on other tokens"
+        if split and stage == TRAIN and not self._is_critic and kind in SELECT_TOKENS:
+            warnings.add(
+                f"trainer.algorithm.policy_loss_type={kind} selects tokens of a microbatch, so a step that is repeated "
+                "in smaller microbatches trains on other tokens"
             )
-
-    def _report(self, warning: str) -> None:
-        """Log a warning on rank 0, once."""
-        if rank() == 0 and warning not in self._reported:
+        for warning in warnings - self._warnings if rank() == 0 else ():
             logger.warning("%s", warning)
-        self._reported.add(warning)
+        self._warnings |= warnings
 
     def _run_microbatch(self, rows: Sequence[int]) -> Totals:
         """Run one microbatch by SkyRL's method, and keep its result."""
@@ -198,13 +190,9 @@ class WorkerPasses:
         weight = len(batch) / len(whole)
         if self._counts_microbatches:  # the sum over microbatches is divided by their configured number
             weight = len(batch) * len(self._configured) / len(whole)
-        if self._stage == FORWARD:
-            result = self._run_micro(batch)
-        elif self._stage == WITH_LOSS:
-            result = self._run_micro(BaseBatchIterator.batch_to_experience(batch))
-        else:
-            with self._entropy_in_proportion(rows):
-                result = self._run_micro(BaseBatchIterator.batch_to_experience(batch), weight)
+        inputs = batch if self._stage == FORWARD else BaseBatchIterator.batch_to_experience(batch)
+        with self._entropy_in_proportion(rows):
+            result = self._run_micro(inputs, weight) if self._stage == TRAIN else self._run_micro(inputs)
         if self._counts_microbatches:
             result["critic_loss"] /= weight
         self._results.append(result)
@@ -227,32 +215,23 @@ class WorkerPasses:
         for parameter, gradient in kept:
             parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
 
-    def _search(
-        self, stage: str, data: TrainingInputBatch, memory: MemorySource | None, *, counts_tokens: bool
-    ) -> Limit:
+    def _search(self, stage: str, data: Any, memory: MemorySource | None, *, by_tokens: bool) -> Limit:
         """Collective: search for the largest microbatch of the longest sequences, and return its limit."""
         if memory is None:
             raise ConfigError("a CPU has no memory limit to search within", Remedy.CAP_MEMORY)
-        cfg, runner, rows = self._cfg, self.runners[stage], len(data)
-        worst = longest_row(data, self._arguments, padded=not cfg.remove_microbatch_padding)
-        self._begin(stage, worst)
-        updates = self._optimizers if stage == TRAIN else []
-        step = TrainingStep(
-            runner=runner,
-            sample=0,
-            update=(lambda _: updates[0].step()) if updates else None,
-            optimizers=updates,
-        )
+        runner, optimizers, rows = self.runners[stage], self._optimizers if stage == TRAIN else [], len(data)
+        self._begin(stage, longest_row(data, self._arguments, padded=not self._cfg.remove_microbatch_padding))
+        update = (lambda _: optimizers[0].step()) if optimizers else None
+        step = TrainingStep(runner=runner, sample=0, update=update, optimizers=optimizers)
         found = find_max_batch_size(step, memory=memory, whole_step_rows=rows, max_rows=rows)
-        length = self._lengths[0]
-        limit: Limit = TokenLimit(int(found.unrounded_rows * length)) if counts_tokens else RowLimit(found.rows)
-        key = "max_tokens_per_microbatch" if counts_tokens else ROW_KEYS[stage]
-        setattr(cfg, key, limit.size)
+        limit: Limit = TokenLimit(int(found.unrounded_rows * step.length)) if by_tokens else RowLimit(found.rows)
+        key = "max_tokens_per_microbatch" if by_tokens else ROW_KEYS[stage]
+        setattr(self._cfg, key, limit.size)
+        shown = f"trainer.{key}={limit.size}"
+        if by_tokens and runner.kind.padded:  # SkyRL's key does not count padding
+            shown = f"token_budget={limit.size} (padding included)"
         if rank() == 0:
-            # SkyRL's key does not count padding
-            shown = f"token_budget={limit.size} (padding included)" if counts_tokens and runner.kind.padded else ""
-            shown = shown or f"trainer.{key}={limit.size}"
-            logger.info("%s\n%s: %s fits", search_table(found, length, stage), stage, shown)
+            logger.info("%s\n%s: %s fits", search_table(found, step.length, stage), stage, shown)
         return limit
 
 

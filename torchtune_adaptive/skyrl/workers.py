@@ -7,9 +7,7 @@ SkyRL's method for the batch gets these results, restores the order of the rows 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
@@ -76,25 +74,17 @@ class AdaptiveWorker(Worker):
     def forward(self, data: Any, *args: Any, **kwargs: Any) -> Any:
         """Collective: see SkyRL's method."""
         method = super().forward
-        if args or kwargs.get("loss_fn") is not None:
+        if (args[0] if args else kwargs.get("loss_fn")) is not None:
             return self._run_pass(WITH_LOSS, "_forward_micro_with_loss", method, data, *args, **kwargs)
         return self._run_pass(FORWARD, "_forward_micro_batch", method, data)
 
     def _run_pass(self, stage: str, *args: Any, **kwargs: Any) -> Any:
-        with _remedies_as_keys():
-            if self.passes is None:
-                self.passes = WorkerPasses(self, self.arguments)
+        try:
+            self.passes = self.passes or WorkerPasses(self, self.arguments)
             return self.passes.run(stage, *args, **kwargs)
-
-
-@contextmanager
-def _remedies_as_keys() -> Iterator[None]:
-    """Express the remedies of errors as keys of SkyRL's config."""
-    try:
-        yield
-    except AdaptiveError as error:
-        error.fact, error.remedies = error.in_words(REMEDIES_AS_KEYS), ()
-        raise
+        except AdaptiveError as error:
+            error.fact, error.remedies = error.in_words(REMEDIES_AS_KEYS), ()
+            raise
 
 
 def adaptive(worker_class: Any, **arguments: Any) -> Any:
@@ -102,9 +92,6 @@ def adaptive(worker_class: Any, **arguments: Any) -> Any:
 
     If the class is a Ray actor, the result is one, too. `arguments` are fields of SkyRLArguments.
     """
-    names = [each.name for each in fields(SkyRLArguments)]
-    if unknown := arguments.keys() - set(names):
-        raise ConfigError(f"adaptive() got an unknown argument {sorted(unknown)[0]!r}; allowed: {', '.join(names)}")
     actor = getattr(worker_class, "__ray_metadata__", None)
     base = worker_class if actor is None else actor.modified_class.__mro__[1]
     kinds = (FSDPPolicyWorkerBase, FSDPCriticWorkerBase, FSDPRefWorkerBase)
@@ -112,7 +99,7 @@ def adaptive(worker_class: Any, **arguments: Any) -> Any:
         raise TypeError(
             f"adaptive() got {worker_class!r}: pass a PolicyWorker, CriticWorker or RefWorker of SkyRL's FSDP"
         )
-    made = _adaptive(base, replace(getattr(base, "arguments", SkyRLArguments()), **arguments))
+    made = _adaptive(base, getattr(base, "arguments", SkyRLArguments()).changed(**arguments))
     options = getattr(worker_class, "_default_options", None)
     if actor is None:
         return made
