@@ -50,8 +50,9 @@ def test_a_pass_equals_skyrls_and_recovers_from_errors(swept: list[dict[str, Swe
 
 @pytest.mark.parametrize("name", CASES)
 def test_collectives_of_a_pass_do_not_depend_on_its_microbatches(swept: list[dict[str, Swept]], name: str) -> None:
-    """One agreement at the end. Under a limit by tokens, another one replaces SkyRL's."""
-    assert all(each[name].added_collectives == [1, 1] for each in swept)
+    """The ranks agree once at the end. Under a limit by tokens, an agreement at the beginning replaces SkyRL's."""
+    for configured, smaller in (each[name].added_collectives for each in swept):
+        assert configured == smaller <= 1
 
 
 def on_cpus(function: Callable[..., Any], *args: Any) -> Any:

@@ -118,6 +118,7 @@ class WorkerPasses:
             override_attributes(self._worker, **{name: lambda *_, **__: next(results)}),
         ):
             output = method(data, *args, **kwargs)
+        assert not [*results], "SkyRL's method must use the results of all microbatches"
         if self._counts_microbatches:  # optim_step divides gradients by this number
             self._worker._micro_batches_accumulated += len(self._configured) - len(completed)
         if stage == TRAIN:
