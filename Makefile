@@ -27,7 +27,11 @@ llamafactory := 0.9.5
 ray := 2.60.0
 lightning := 2.6.6
 
-.PHONY: demo demo-rehearse demo-dpo demo-ppo demo-grpo demo-hf test test-all coverage test-gpu test-foreign test-frameworks test-hf test-nccl test-null published lint faults versions soak crash bench gpu-day docs dist clean
+# SkyRL's requirements for its FSDP workers
+SKYRL := accelerate cloudpathlib datasets fastapi func_timeout hf_transfer jaxtyping loguru orjson pandas pillow polars pybase64 \
+	s3fs tensordict torchdata zstandard
+
+.PHONY: demo demo-rehearse demo-dpo demo-ppo demo-grpo demo-hf test test-all coverage test-gpu test-foreign test-frameworks test-hf test-skyrl test-nccl test-null published lint faults versions soak crash bench gpu-day docs dist clean
 
 demo: $(READY)
 	rm -rf runs/demo/full runs/demo/lora
@@ -94,6 +98,18 @@ $(VENV)/hf/ready: pyproject.toml constraints.txt | $(READY)
 	$(PYTHON) -m venv $(@D)
 	$(@D)/bin/python $(PIP_INSTALL) --editable '.[hf]' trl peft bitsandbytes torchao pytest pytest-timeout pytest-xdist $(SHOW)
 	$(@D)/bin/python -m pip check
+	touch $@
+
+# SkyRL's workers with and without recovery, in an environment with the versions that SkyRL requires, and without what a CPU
+# does not need, such as vLLM. SkyRL's metadata asks for Python 3.12, but its code also runs on 3.11
+test-skyrl: $(VENV)/skyrl/ready
+	$(VENV)/skyrl/bin/python -m pytest tests/skyrl
+
+$(VENV)/skyrl/ready: pyproject.toml
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install --progress-bar off torch==2.13.0 'transformers>=5.6.1,<=5.16.1' peft==0.18.1 ray==2.57.0 \
+		hydra-core==1.3.4 $(SKYRL) --editable . pytest pytest-timeout pytest-xdist $(SHOW)
+	$(@D)/bin/python -m pip install --quiet --no-deps --ignore-requires-python skyrl==0.4.0 skyrl-gym==0.4.0
 	touch $@
 
 # trains with other frameworks, each in an environment with the versions that it requires (4 GB in all); slow

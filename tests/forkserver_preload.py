@@ -2,12 +2,15 @@
 
 import gc
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 
 from PIL import Image
 
 ROOT = Path(__file__).parents[1]
 
+if find_spec("skyrl"):  # its environment has no torchtune
+    import_module("tests.skyrl.sweeps")
 for name in (
     # a rank imports the module of its function; test modules import these
     "hypothesis",

@@ -123,7 +123,7 @@ class CollectiveFailedError(UnrecoverableError):
 class OneRowDoesNotFitError(AdaptiveError):
     """A single row exceeds the memory budget."""
 
-    def __init__(self, fact: str, *remedies: Remedy, need_bytes: int | None, budget_bytes: int) -> None:
+    def __init__(self, fact: str, *remedies: Remedy, need_bytes: int | None = None, budget_bytes: int = 0) -> None:
         super().__init__(fact, *remedies)
         self.need_bytes = need_bytes
         """The memory that one row needs; None if the probe ran out of memory."""

@@ -9,6 +9,8 @@ from typing import Any
 from tests.unit.source import FILES, NAME, PACKAGE, RECIPES, ROOT, imported
 
 OURS = {NAME, *(path.stem for path in RECIPES)}
+FRAMEWORKS = {"axolotl": "hf/axolotl.py", "pydantic": "hf/axolotl.py", "ray": "skyrl/", "skyrl": "skyrl/"}
+"""Frameworks that import a part of this package, with that part. No extra installs them."""
 NAMED_OTHERWISE = {"yaml": "pyyaml"}
 
 
@@ -31,7 +33,15 @@ def packages_of(paths: list[Path]) -> set[str]:
 def test_imports_and_declared_dependencies_agree() -> None:
     extras = project()["optional-dependencies"]
     declared = names([*project()["dependencies"], *extras["recipes"], *extras["plot"], *extras["hf"]])
-    assert packages_of([*FILES, *RECIPES]) == declared
+    assert packages_of([*FILES, *RECIPES]) - FRAMEWORKS.keys() == declared
+    importing = {
+        (name, path)
+        for path in FILES
+        for name in FRAMEWORKS
+        if any(each.split(".")[0] == name for each in imported(path))
+    }
+    assert importing
+    assert all(path.relative_to(PACKAGE).as_posix().startswith(FRAMEWORKS[name]) for name, path in importing)
 
 
 def test_library_and_rehearsals_import_only_required_packages_and_matplotlib() -> None:

@@ -37,7 +37,7 @@ ROOMS_OF_TESTS = sorted(
     {path.parent for at in ("distributed", "recipes") for path in (ROOT / "tests" / at).rglob("test_*.py")}
 )
 
-GROUND = {"atomic_files", "dependencies", "errors", "failed_writes", "formatting", "rehearsal_flag"}
+GROUND = {"arguments", "atomic_files", "dependencies", "errors", "failed_writes", "formatting", "rehearsal_flag"}
 """Top-level modules that everything may import, and that import only one another."""
 DOORS = {"__init__"}
 """Top-level modules for users; within the project only tests import them."""
@@ -56,6 +56,7 @@ ROOMS: dict[str, set[str]] = {
     "cli": {"rehearse.command", "config", "lifecycle", "checkpoints", "rehearse_recipe", "tune", "rl", "report"},
     "demo": set(),
     "hf": {"engine", "report"},
+    "skyrl": {"engine", "report"},
     # an independent package, apart from its location
     "null_cuda": set(),
 }
@@ -79,7 +80,7 @@ WITHOUT_TORCH = {
     "lifecycle.signals",
 }
 TUNE_SIDE = {"config", "lifecycle", "checkpoints", "tune", "rl", "demo", "cli", "rehearse_recipe"}
-ABOUT_A_RUN = {"hf.arguments"}
+ABOUT_A_RUN = {"arguments", "hf.remedies", "skyrl.workers", "skyrl.passes"}
 """Arguments of trainers with the names of keys."""
 ARGUMENTS_TOO = {"batch_size", "gradient_accumulation_steps"}
 """Config keys that are also names of library arguments."""

@@ -8,6 +8,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, UntypedStorage, nn
@@ -184,3 +185,16 @@ class _OptimizerState:
         for group, before in zip(self._optimizer.param_groups, self._groups, strict=True):
             group.clear()
             group.update(before)
+
+
+@contextmanager
+def override_attributes(owner: object, **attributes: Any) -> Iterator[None]:
+    """Set attributes of an instance or a module, and restore them on exit. The class does not change."""
+    before = {name: vars(owner)[name] for name in attributes if name in vars(owner)}
+    vars(owner).update(attributes)
+    try:
+        yield
+    finally:
+        for name in attributes:
+            vars(owner).pop(name, None)
+        vars(owner).update(before)

@@ -99,6 +99,10 @@ class SampleKind(Generic[Sample]):
         """Return the length of each sample. An empty sample has length 1, because it is padded to one token."""
         return [max(1, index(self.length_of(sample))) for sample in samples]
 
+    def plan(self, lengths: Sequence[int], limit: Limit) -> Plan:
+        """Return a plan of microbatches within the limit, before ranks agree on their number."""
+        return plan_step(lengths, limit, padded=self.padded)
+
 
 class Recovery:
     """The state that all stages of a step share: the ledger of collectives, settings and callbacks.
@@ -397,7 +401,7 @@ class StepRunner(Generic[Sample]):
             if planned.lengths != lengths:
                 raise ValueError("the samples differ from `upcoming` of the previous call; pass the same ones")
             return planned.plan
-        plan = plan_step(lengths, limit, padded=padded)
+        plan = self.kind.plan(lengths, limit)
         if not limit.by_length:
             return plan
         self._equal_steps.announce("by length")
@@ -414,7 +418,7 @@ class StepRunner(Generic[Sample]):
         if upcoming is None or not limit.by_length:
             return None
         lengths = self.kind.lengths(upcoming)
-        return _NextPlan(limit, lengths, plan_step(lengths, limit, padded=self.kind.padded))
+        return _NextPlan(limit, lengths, self.kind.plan(lengths, limit))
 
     def _keep_plan(self, upcoming: _NextPlan | None, microbatches: int) -> None:
         """Store the next step's plan, split into `microbatches`. If that is 0, some rank has no plan: store nothing."""

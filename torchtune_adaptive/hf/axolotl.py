@@ -9,8 +9,8 @@ from axolotl.integrations.base import BasePlugin, PluginManager
 from axolotl.utils.import_helper import get_cls_from_module_str
 from pydantic import BaseModel
 
+from torchtune_adaptive.arguments import AdaptiveArguments
 from torchtune_adaptive.errors import ConfigError
-from torchtune_adaptive.hf.arguments import AdaptiveArguments
 from torchtune_adaptive.hf.trainer import AdaptiveMixin, adaptive
 
 

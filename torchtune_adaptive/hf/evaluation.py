@@ -21,6 +21,7 @@ from torchtune_adaptive.engine.governor import LimitState
 from torchtune_adaptive.engine.limits import RowLimit
 from torchtune_adaptive.engine.ranks import from_all_ranks
 from torchtune_adaptive.engine.results import Totals
+from torchtune_adaptive.engine.snapshot import override_attributes
 from torchtune_adaptive.engine.step import Recovery, SampleKind, StepRunner
 from torchtune_adaptive.errors import ConfigError, RecoveryUnsupportedError
 from torchtune_adaptive.hf.losses import BatchLoss, Counts, Reduction, TwoSamples, how_losses_add_up, tolerance_of
@@ -30,7 +31,6 @@ from torchtune_adaptive.hf.steps import (
     enforced_memory_limit,
     only_fsdp_communicates,
     other_models,
-    override_attributes,
     remember_random_state,
 )
 

@@ -30,7 +30,7 @@ from torchtune_adaptive.engine.probes import TrainingStep, find_max_batch_size
 from torchtune_adaptive.engine.ranks import from_all_ranks, rank, world_size
 from torchtune_adaptive.engine.results import Totals
 from torchtune_adaptive.engine.search import SearchResult
-from torchtune_adaptive.engine.snapshot import RngState
+from torchtune_adaptive.engine.snapshot import RngState, override_attributes
 from torchtune_adaptive.engine.step import Recovery, SampleKind, StepRunner
 from torchtune_adaptive.errors import AdaptiveError, ConfigError, RecoveryUnsupportedError, Remedy
 from torchtune_adaptive.formatting import parse_size
@@ -473,19 +473,6 @@ class OptimizerSteps:
             whole_step_rows=len(self._samples),
             max_rows=len(self._samples),
         )
-
-
-@contextmanager
-def override_attributes(owner: object, **attributes: Any) -> Iterator[None]:
-    """Set attributes of an instance, and restore them on exit. The class does not change."""
-    before = {name: vars(owner)[name] for name in attributes if name in vars(owner)}
-    vars(owner).update(attributes)
-    try:
-        yield
-    finally:
-        for name in attributes:
-            vars(owner).pop(name, None)
-        vars(owner).update(before)
 
 
 @contextmanager

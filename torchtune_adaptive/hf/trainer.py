@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, MutableMapping
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from traceback import walk_tb
@@ -22,16 +22,18 @@ from torch.optim import Optimizer
 from transformers import Trainer
 from transformers.trainer import TRAINER_STATE_NAME
 
+from torchtune_adaptive.arguments import AdaptiveArguments
 from torchtune_adaptive.engine.oom import fatal_on_oom
 from torchtune_adaptive.engine.ranks import from_all_ranks, rank
+from torchtune_adaptive.engine.snapshot import override_attributes
 from torchtune_adaptive.errors import AdaptiveError, CheckpointError, ConfigError, RecoveryUnsupportedError, Remedy
 from torchtune_adaptive.failed_writes import cause_of_failed_write, python_opens_files
-from torchtune_adaptive.hf.arguments import REMEDIES_AS_ARGUMENTS, AdaptiveArguments
 from torchtune_adaptive.hf.checkpoints import newest_complete
 from torchtune_adaptive.hf.evaluation import Evaluator
 from torchtune_adaptive.hf.losses import Counts
+from torchtune_adaptive.hf.remedies import REMEDIES_AS_ARGUMENTS
 from torchtune_adaptive.hf.samples import SAMPLES_KEY, CollatedBatch, GeneratedRow, KeepSamples
-from torchtune_adaptive.hf.steps import OptimizerSteps, override_attributes
+from torchtune_adaptive.hf.steps import OptimizerSteps
 
 if TYPE_CHECKING:
     Base = Trainer
@@ -266,10 +268,7 @@ def adaptive(trainer_class: type[Trainer], **arguments: Any) -> Any:
     """
     if not (isinstance(trainer_class, type) and issubclass(trainer_class, Trainer)):
         raise TypeError(f"adaptive() got {trainer_class!r}: pass transformers' Trainer or a subclass of it")
-    names = [each.name for each in fields(AdaptiveArguments)]
-    if unknown := arguments.keys() - set(names):
-        raise ConfigError(f"adaptive() got an unknown argument {sorted(unknown)[0]!r}; allowed: {', '.join(names)}")
-    defaults = replace(getattr(trainer_class, "default_arguments", AdaptiveArguments()), **arguments)
+    defaults = getattr(trainer_class, "default_arguments", AdaptiveArguments()).changed(**arguments)
     return _adaptive(cast(Any, trainer_class), defaults)
 
 

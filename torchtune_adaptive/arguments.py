@@ -1,23 +1,30 @@
-"""The arguments of AdaptiveMixin, and remedies expressed as arguments of AdaptiveMixin and Trainer."""
+"""The arguments of `adaptive(...)`, for trainers of other libraries."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Self
 
-from torchtune_adaptive.errors import ConfigError, Remedy
+from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.formatting import parse_size
 
 
 @dataclass(frozen=True)
 class AdaptiveArguments:
-    """Settings of AdaptiveMixin. HfArgumentParser turns the fields into command-line options."""
+    """Settings of an adaptive Trainer or worker. HfArgumentParser turns the fields into command-line options."""
 
     recover_from_oom: bool = field(default=True, metadata={"help": "Repeat a step that ran out of memory, in parts."})
     regrow_after: int = field(default=200, metadata={"help": "Steps without OOM before a limit grows; 0: never."})
     use_maximum_batch_size: bool = field(default=False, metadata={"help": "Measure the largest microbatch that fits."})
     token_budget: int | str | None = field(default=None, metadata={"help": "Limit in padded tokens, or auto: measure."})
     memory_limit: str | None = field(default=None, metadata={"help": "Memory limit of each rank: 24GiB or a fraction."})
+
+    def changed(self, **arguments: Any) -> Self:
+        """Return a copy with these arguments of `adaptive()`. Raise ConfigError for unknown ones."""
+        names = [each.name for each in fields(self)]
+        if unknown := arguments.keys() - set(names):
+            raise ConfigError(f"adaptive() got an unknown argument {sorted(unknown)[0]!r}; allowed: {', '.join(names)}")
+        return replace(self, **arguments)
 
     def __post_init__(self) -> None:
         for name in ("recover_from_oom", "use_maximum_batch_size"):
@@ -34,19 +41,3 @@ class AdaptiveArguments:
             raise ConfigError("use_maximum_batch_size limits rows and token_budget limits tokens: set only one of them")
         if self.memory_limit is not None:
             parse_size(self.memory_limit, "memory_limit")
-
-
-REMEDIES_AS_ARGUMENTS: Mapping[Remedy, str] = {
-    **{remedy: remedy.value for remedy in Remedy},
-    Remedy.CHECKPOINT_ACTIVATIONS: "set gradient_checkpointing=True",
-    Remedy.MORE_RANKS: "shard the model over more ranks with FSDP2",
-    Remedy.LARGER_BUDGET: "raise memory_limit",
-    Remedy.SMALLER_LIMIT: "lower per_device_train_batch_size",
-    Remedy.NO_RECOVERY: "set recover_from_oom=False",
-    Remedy.RECOVERY: "set recover_from_oom=True",
-    Remedy.FEWER_ROWS: "set use_maximum_batch_size=False",
-    Remedy.ROOM_FOR_NCCL: "if CUDA was out of memory, leave more memory to NCCL: set memory_limit, for example to 0.9",
-    Remedy.CAP_MEMORY: "set memory_limit, for example to 8GiB",
-    Remedy.MEASURE: "measure on the device with use_maximum_batch_size=True",
-}
-"""The text of each remedy, expressed as a value of TrainingArguments or AdaptiveArguments."""

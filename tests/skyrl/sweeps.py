@@ -1,0 +1,184 @@
+"""Compare the passes of adaptive workers with SkyRL's own, without errors and with injected ones.
+
+torchrun --nproc_per_node 2 -m tests.skyrl.sweeps [PLACES]   prints the table of docs/skyrl.md for this number of ranks
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from tests.distributed.count_collectives import CountCollectives
+from tests.fault_injection import FaultInjector
+from tests.skyrl.workers import KINDS, batch, gradients, use_cpus, worker
+from torchtune_adaptive.engine.limits import Limit
+from torchtune_adaptive.skyrl import adaptive
+
+
+@dataclass(frozen=True)
+class Case:
+    kind: str
+    method: str = "forward_backward"
+    loss_fn: str | None = None
+    overrides: tuple[str, ...] = ()
+
+
+KL = ("trainer.algorithm.use_kl_loss=true",)
+ENTROPY = (*KL, "trainer.algorithm.use_entropy_loss=true", "trainer.algorithm.entropy_loss_coef=0.1")
+TOKENS = ("trainer.max_tokens_per_microbatch=40",)
+LORA = tuple(f"trainer.{each}.model.lora.{key}" for each in ("policy", "critic") for key in ("rank=4", "alpha=8"))
+KEYS = {
+    "rows": ("micro_train_batch_size_per_gpu", "micro_forward_batch_size_per_gpu"),
+    "tokens": ("max_tokens_per_microbatch",),
+}
+CASES = {
+    "policy": Case("policy", overrides=KL),
+    "policy, cross entropy": Case("policy", loss_fn="cross_entropy"),
+    "policy, entropy bonus": Case("policy", overrides=ENTROPY),
+    "policy, LoRA": Case("policy", overrides=(*KL, *LORA)),
+    "policy, by tokens": Case("policy", overrides=(*KL, *TOKENS)),
+    "critic": Case("critic"),
+    "critic, LoRA": Case("critic", overrides=LORA),
+    "critic, by tokens": Case("critic", overrides=TOKENS),
+    "policy forward": Case("policy", "forward"),
+    "policy forward, cross entropy": Case("policy", "forward", "cross_entropy"),
+    "policy forward, by tokens": Case("policy", "forward", overrides=TOKENS),
+    "critic forward": Case("critic", "forward"),
+    "reference forward": Case("reference", "forward"),
+}
+
+
+class Ran(NamedTuple):
+    """The results of a pass on this rank."""
+
+    gradients: list[Tensor]
+    outputs: list[dict[str, list[float]]]
+    metrics: dict[str, float]
+
+
+class Swept(NamedTuple):
+    bitwise: bool
+    """True if, without errors, gradients, outputs and metrics equal SkyRL's."""
+    added_collectives: list[int]
+    """Collectives in addition to SkyRL's: with the configured microbatch, and with a smaller one."""
+    injected: int
+    recovered: int
+    difference: float
+    """Largest relative difference of gradients and outputs from SkyRL's pass without errors."""
+    metrics_bitwise: bool
+    """True if the metrics of repeated passes equal those of SkyRL with the smaller microbatch."""
+
+
+def run(made: Any, case: Case) -> Ran:
+    """Collective: run the pass on a worker, without gradients from before."""
+    made.model.zero_grad()
+    if hasattr(made, "_micro_batches_accumulated"):
+        made._micro_batches_accumulated = 0
+    arguments = {} if case.loss_fn is None else {"loss_fn": case.loss_fn}
+    output = getattr(made, case.method)(batch(), **arguments)
+    scale = 1 / (getattr(made, "_micro_batches_accumulated", 0) or 1)  # as in optim_step
+    return Ran([each * scale for each in gradients(made)], output.loss_fn_outputs, output.metrics)
+
+
+def configure(stock: Any, limit: Limit) -> None:
+    """Give SkyRL's own worker the limit of a microbatch."""
+    for key in KEYS[limit.unit]:
+        setattr(stock.cfg, key, limit.size)
+
+
+def count_collectives(made: Any, case: Case) -> int:
+    """Collective: return the number of collectives of a pass on this rank."""
+    with CountCollectives() as counted:
+        run(made, case)
+    return counted.seen.total()
+
+
+def relative(ours: Iterable[Any], stock: Iterable[Any]) -> float:
+    """Return the distance of all numbers, relative to the norm of `stock`."""
+    flat = [torch.cat([torch.as_tensor(each).flatten().double() for each in (*all_, 0.0)]) for all_ in (ours, stock)]
+    first, second = flat
+    return float((first - second).norm() / second.norm().clamp(min=1e-12))
+
+
+def same(ours: Ran, stock: Ran) -> bool:
+    """Return True if all results are bitwise equal."""
+    equal = all(map(torch.equal, ours.gradients, stock.gradients)) and len(ours.gradients) == len(stock.gradients)
+    return equal and ours.outputs == stock.outputs and same_metrics(ours, stock)
+
+
+def same_metrics(ours: Ran, stock: Ran) -> bool:
+    return {name: ours.metrics.get(name) for name in stock.metrics} == stock.metrics
+
+
+def sweep(name: str, places: int) -> Swept:
+    """Collective: run a case without errors, then with an error at each of some places, on the ranks in turn."""
+    case, ranks = CASES[name], dist.get_world_size()
+    stock, ours = (worker(case.kind, base, case.overrides) for base in (None, adaptive(KINDS[case.kind])))
+    expected, healthy = run(stock, case), run(ours, case)
+    [runner] = ours.passes.runners.values()
+    state = runner.state_dict()
+
+    @cache
+    def stock_at(limit: Limit) -> Ran:
+        configure(stock, limit)
+        return run(stock, case)
+
+    with FaultInjector(runner).count(rank=dist.get_rank(), step=ours.passes.calls + 1) as counted:
+        run(ours, case)
+    counts: list[Any] = [None] * ranks
+    dist.all_gather_object(counts, len(counted.operations))
+    recovered, difference, metrics_bitwise, added = (
+        0,
+        0.0,
+        True,
+        [count_collectives(ours, case) - count_collectives(stock, case)],
+    )
+    for place in range(places):
+        runner.load_state_dict(state)
+        before, operation = runner.recoveries, 1 + place * min(counts) // places
+        with FaultInjector(runner).fail_at(rank=place % ranks, step=ours.passes.calls + 1, operation=operation):
+            ran = run(ours, case)
+        recovered += runner.recoveries == before + 1
+        difference = max(difference, relative(ran.gradients, expected.gradients))
+        difference = max(difference, relative(*(tree_leaves(each.outputs) for each in (ran, expected))))
+        # SkyRL's own loss with an entropy bonus depends on the microbatch
+        metrics_bitwise &= "entropy" in name or same_metrics(ran, stock_at(runner.limit))
+    configure(stock, runner.limit)
+    added.append(count_collectives(ours, case) - count_collectives(stock, case))
+    return Swept(same(healthy, expected), added, places, recovered, difference, metrics_bitwise)
+
+
+def sweep_all(places: int) -> dict[str, Swept]:
+    """Collective: on CPUs."""
+    use_cpus()
+    return {name: sweep(name, places) for name in CASES}
+
+
+def table(results: Sequence[dict[str, Swept]]) -> str:
+    """Return the rows of the table in docs/skyrl.md. `results` are those of all ranks."""
+    lines = []
+    for name, each in results[0].items():
+        worst = max(of_rank[name].difference for of_rank in results)
+        difference = "0" if worst == 0 else f"{worst:.0e}"
+        lines.append(f"| {name} | {len(results)} | {difference} | {each.injected} | {each.recovered} |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    dist.init_process_group("gloo")
+    swept = sweep_all(int(*sys.argv[1:2] or [100]))
+    results: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(results, swept)
+    if dist.get_rank() == 0:
+        print(table(results))
+        assert all(each.bitwise and each.metrics_bitwise for of_rank in results for each in of_rank.values())
+        print({name: each.added_collectives for name, each in swept.items()})
+    dist.barrier()

@@ -1,0 +1,283 @@
+"""Adaptive workers against SkyRL's own, without and with out-of-memory errors."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import pickle
+import runpy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+pytest.importorskip("skyrl")
+
+import torch
+import torch.distributed as dist
+from skyrl.backends.skyrl_train.training_batch import TrainingInputBatch
+from skyrl.backends.skyrl_train.workers.fsdp.fsdp_worker import CriticWorker, PolicyWorker, RefWorker
+from skyrl.train.config import SkyRLTrainConfig
+
+from tests.fault_injection import FaultInjector
+from tests.ranks import run_on_ranks
+from tests.skyrl.sweeps import CASES, ENTROPY, Case, Swept, relative, run, same, sweep_all
+from tests.skyrl.workers import KINDS, batch, gradients, use_cpus, worker
+from torchtune_adaptive.engine.limits import RowLimit
+from torchtune_adaptive.errors import AdaptiveError, ConfigError
+from torchtune_adaptive.skyrl import adaptive
+from torchtune_adaptive.skyrl.passes import longest_row
+
+pytestmark = pytest.mark.timeout(1800)
+PLACES = {1: 10, 2: 100, 3: 10}
+"""The operations that fail in each case, one at a time, by number of ranks."""
+
+
+@pytest.fixture(scope="module", params=PLACES, ids="{} ranks".format)
+def swept(request: pytest.FixtureRequest) -> list[dict[str, Swept]]:
+    """The results of each rank."""
+    return run_on_ranks(request.param, sweep_all, PLACES[request.param], timeout_s=600)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_pass_equals_skyrls_and_recovers_from_errors(swept: list[dict[str, Swept]], name: str) -> None:
+    for of_rank in (each[name] for each in swept):
+        assert of_rank.bitwise
+        assert of_rank.metrics_bitwise
+        assert of_rank.recovered == of_rank.injected == PLACES[len(swept)]
+        assert of_rank.difference < 5e-7
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_collectives_of_a_pass_do_not_depend_on_its_microbatches(swept: list[dict[str, Swept]], name: str) -> None:
+    """The ranks agree once at the end. Under a limit by tokens, an agreement at the beginning replaces SkyRL's."""
+    for configured, smaller in (each[name].added_collectives for each in swept):
+        assert configured == smaller <= 1
+
+
+def on_cpus(function: Callable[..., Any], *args: Any) -> Any:
+    """Collective."""
+    use_cpus()
+    return function(*args)
+
+
+def on_ranks(ranks: int, function: Callable[..., Any], *args: Any) -> list[Any]:
+    return run_on_ranks(ranks, on_cpus, function, *args, timeout_s=120)
+
+
+def pair(case: Case, **arguments: Any) -> tuple[Any, Any]:
+    """Collective: return SkyRL's worker and an adaptive one."""
+    bases = None, adaptive(KINDS[case.kind], **arguments)
+    return tuple(worker(case.kind, base, case.overrides) for base in bases)
+
+
+def test_gradients_add_up_over_batches_before_an_update() -> None:
+    """Tinker calls `forward_backward` several times before `optim_step`."""
+    assert max(on_ranks(2, _two_batches_before_an_update)) < 1e-6
+
+
+def _two_batches_before_an_update() -> float:
+    difference = 0.0
+    for case in (CASES["policy"], CASES["critic"]):
+        stock, ours = pair(case)
+        run(ours, case)
+        for made in (stock, ours):
+            run(made, case)
+        with FaultInjector(ours.passes.runners["forward_backward"]).fail_at(rank=1, step=3, operation=50):
+            for made in (stock, ours):
+                made.forward_backward(batch(seed=8))
+        assert ours.passes.runners["forward_backward"].recoveries == 1
+        for made in (stock, ours):
+            made.optim_step()
+        weights = [[each.to_local() for each in made.model.parameters()] for made in (ours, stock)]
+        difference = max(difference, relative(*weights))
+    return difference
+
+
+def test_entropy_bonus_is_exact_in_parts_and_reported_if_parts_span_several_microbatches() -> None:
+    [(difference, reports)] = on_ranks(1, _entropy_of_parts)
+    assert difference < 1e-6
+    assert [report.count("use_entropy_loss") for report in reports] == [1]
+
+
+def _entropy_of_parts() -> tuple[float, list[str]]:
+    reports = logs()
+    case = Case("policy", overrides=ENTROPY)
+    stock, ours = pair(case)
+    run(ours, case)
+    runner, expected = ours.passes.runners["forward_backward"], run(stock, case)
+    with FaultInjector(runner).fail_at(rank=0, step=2, operation=50):
+        exact = relative(run(ours, case).gradients, expected.gradients)
+    assert runner.recoveries == 1
+    assert reports == []
+    state = runner.state_dict()
+    for size in (3, 3):  # 8 rows in microbatches of 3, 3 and 2, although 4 and 4 are configured
+        runner.load_state_dict({**state, "size": size})
+        run(ours, case)
+    return exact, reports
+
+
+def test_losses_that_select_tokens_of_a_microbatch_are_reported() -> None:
+    [reports] = on_ranks(1, _selecting_loss)
+    assert len(reports) == 1
+    assert "trainer.algorithm.policy_loss_type=kl_cov" in reports[0]
+
+
+def _selecting_loss() -> list[str]:
+    reports = logs()
+    case = Case("policy", overrides=("trainer.algorithm.policy_loss_type=kl_cov",))
+    _, ours = pair(case)
+    run(ours, case)
+    assert reports == []
+    with FaultInjector(ours.passes.runners["forward_backward"]).fail_at(rank=0, step=2, operation=50):
+        run(ours, case)
+    run(ours, case)
+    return reports
+
+
+def test_ranks_with_different_numbers_of_microbatches_train_on_all_rows() -> None:
+    assert max(on_ranks(2, _different_numbers)) < 1e-6
+
+
+def _different_numbers() -> float:
+    case = CASES["policy, by tokens"]
+    stock, ours = pair(case)
+    data = batch(seed=2 + dist.get_rank())  # other lengths on each rank
+    outputs = [made.forward_backward(data) for made in (ours, stock)]
+    counts = torch.tensor([outputs[1].metrics["num_padding_microbatches"]])
+    dist.all_reduce(counts)
+    assert counts.item() > 0  # SkyRL adds microbatches of padding on one rank
+    assert outputs[0].loss_fn_outputs == outputs[1].loss_fn_outputs
+    return relative(gradients(ours), gradients(stock))
+
+
+def test_rows_longer_than_the_budget_run_alone() -> None:
+    case = Case("policy", overrides=("trainer.max_tokens_per_microbatch=5",))
+    assert all(on_ranks(2, _alone, case))
+
+
+def _alone(case: Case) -> bool:
+    stock, ours = pair(case)
+    expected, ran = run(stock, case), run(ours, case)
+    assert ran.metrics["num_microbatches"] == 8  # as many as rows
+    return same(ran, expected)
+
+
+SEARCHED = {"max_prompt_length": 12, "max_generate_length": 20}
+"""Twice as long as the rows of a batch."""
+
+
+@pytest.mark.parametrize(("kind", "rows"), [("policy", 4), ("critic", 8)])
+def test_search_finds_the_rows_that_fit_on_the_rank_with_the_least_memory(kind: str, rows: int) -> None:
+    assert on_ranks(2, _search, kind) == [rows, rows]
+
+
+def _search(kind: str) -> int:
+    limit = ("4MiB", "2MiB")[dist.get_rank()]
+    case, logged = CASES[kind], logs()
+    stock, ours = pair(case, use_maximum_batch_size=True, memory_limit=limit, **SEARCHED)
+    data = batch(32)
+    before = [each.to_local().clone() for each in ours.model.parameters()]
+    output = ours.forward_backward(data)
+    assert all(map(torch.equal, before, [each.to_local() for each in ours.model.parameters()]))
+    assert not ours.optimizer.state
+    rows = ours.cfg.micro_train_batch_size_per_gpu
+    assert output.metrics["microbatch_rows"] == rows
+    shown = [line for line in logged if f"trainer.micro_train_batch_size_per_gpu={rows}" in line]
+    assert len(shown) == (dist.get_rank() == 0)
+    stock.cfg.micro_train_batch_size_per_gpu = rows
+    expected = stock.forward_backward(data)
+    assert relative(gradients(ours), gradients(stock)) < 1e-6
+    assert {name: output.metrics[name] for name in expected.metrics} == pytest.approx(expected.metrics, rel=1e-6)
+    # the longest rows fit in microbatches of this size, but not in larger ones
+    longest = longest_row(data, ours.arguments, padded=True)
+    longest = TrainingInputBatch({name: each.expand(32, -1) for name, each in longest.items()})
+    longest.metadata = {"response_length": SEARCHED["max_generate_length"]}
+    runner = ours.passes.runners["forward_backward"]
+    ours.forward_backward(longest)
+    assert runner.recoveries == 0
+    runner.use_limit(RowLimit(2 * rows + 8))
+    ours.forward_backward(longest)
+    assert runner.recoveries > 0
+    return rows
+
+
+def logs() -> list[str]:
+    """Return a list that gets the log lines of workers from now on."""
+    logging.disable(logging.NOTSET)
+    lines: list[str] = []
+    logger = logging.getLogger("torchtune_adaptive.skyrl.passes")
+    logger.setLevel(logging.INFO)
+    logger.addFilter(lambda record: lines.append(record.getMessage()))
+    return lines
+
+
+def test_search_finds_a_token_budget_that_allows_more_short_rows() -> None:
+    [(budget, rows, lines)] = on_ranks(1, _token_budget)
+    assert 4 * 32 <= budget < 16 * 32
+    assert rows == budget // 16  # rows of the batch have 16 tokens, the longest would have 32
+    assert any(f"token_budget={budget} (padding included)" in line for line in lines)
+
+
+def _token_budget() -> tuple[int, int, list[str]]:
+    lines = logs()
+    _, ours = pair(CASES["policy"], token_budget="auto", memory_limit="2MiB", **SEARCHED)
+    output = ours.forward_backward(batch(64))
+    assert output.metrics["oom_recoveries"] == 0
+    return output.metrics["microbatch_tokens"], max(map(len, ours.passes.plan)), lines
+
+
+def test_errors_name_keys_of_skyrl_and_can_be_sent_between_processes() -> None:
+    [messages] = on_ranks(1, _errors)
+    assert "generator.sampling_params.max_generate_length" in messages["one row does not fit"]
+    assert "trainer.gradient_checkpointing=true" in messages["limit exhausted"]
+    assert "memory_limit to adaptive()" in messages["no limit"]
+
+
+def _errors() -> dict[str, str]:
+    case, messages = CASES["policy"], {}
+
+    def fail(what: str, overrides: Any = None, **arguments: Any) -> None:
+        _, ours = pair(case, **arguments)
+        with pytest.raises(AdaptiveError) as caught:
+            ours.forward_backward(batch())
+        messages[what] = str(pickle.loads(pickle.dumps(caught.value)))
+        assert messages[what] == str(caught.value)
+
+    fail("one row does not fit", use_maximum_batch_size=True, memory_limit="300KiB", **SEARCHED)
+    fail("limit exhausted", memory_limit="250KiB")
+    fail("no limit", use_maximum_batch_size=True, **SEARCHED)
+    _, ours = pair(case, memory_limit="250KiB", recover_from_oom=False)
+    with pytest.raises(torch.OutOfMemoryError):
+        ours.forward_backward(batch())
+    return messages
+
+
+def test_adaptive_refuses_other_classes_and_unknown_arguments() -> None:
+    with pytest.raises(TypeError, match="pass a PolicyWorker"):
+        adaptive(dict)
+    with pytest.raises(ConfigError, match="unknown argument 'rows'"):
+        adaptive(KINDS["policy"], rows=1)
+    with pytest.raises(ConfigError, match="max_generate_length"):
+        adaptive(KINDS["policy"], use_maximum_batch_size=True, max_prompt_length=12)
+    made = adaptive(KINDS["policy"], regrow_after=5)
+    assert adaptive(KINDS["policy"], regrow_after=5) is made
+    assert adaptive(made, recover_from_oom=False).arguments.regrow_after == 5
+
+
+def test_example_passes_adaptive_workers_to_skyrls_trainer(monkeypatch: pytest.MonkeyPatch) -> None:
+    example, built = runpy.run_path("examples/skyrl_workers.py"), []
+    trainer, cfg = example["Trainer"], SkyRLTrainConfig.from_cli_overrides([])
+    monkeypatch.setattr(trainer.__base__, "build_models", lambda _, *workers: built.extend(workers))
+    made = object.__new__(trainer)
+    made.cfg = cfg
+    made.build_models(PolicyWorker, CriticWorker, RefWorker)
+    classes = [each.__ray_metadata__.modified_class.__mro__[1] for each in built]
+    assert [each.__name__ for each in classes] == [
+        f"AdaptiveFSDP{kind}WorkerBase" for kind in ("Policy", "Critic", "Ref")
+    ]
+    assert all(each._default_options == {"num_gpus": 1} for each in built)
+    assert {each.arguments.max_prompt_length for each in classes} == {cfg.trainer.max_prompt_length}
+    parts = dict.fromkeys(inspect.signature(example["BasePPOExp"].get_trainer).parameters)
+    monkeypatch.setattr(trainer.__base__, "__init__", lambda *_, **parts: None)
+    assert type(example["Experiment"].get_trainer(*[parts.pop("self")], **parts)) is trainer

@@ -1,0 +1,259 @@
+"""The passes of a worker: training, forward, and forward with a loss. Each has its own limit of a microbatch."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any
+
+import skyrl.backends.skyrl_train.workers.worker as skyrl_worker
+import torch
+from skyrl.backends.skyrl_train.training_batch import TrainingInputBatch
+from skyrl.backends.skyrl_train.workers.model_wrapper import HFModelWrapper
+from skyrl.backends.skyrl_train.workers.worker_utils import BaseBatchIterator, TokenBasedBatchIterator
+from skyrl.train.dataset.bin_packing import make_seq_packer
+from torch import Tensor
+
+from torchtune_adaptive.engine.limits import Limit, RowLimit, TokenLimit
+from torchtune_adaptive.engine.memory import MemorySource, memory_within, resident_tensors
+from torchtune_adaptive.engine.plans import Plan
+from torchtune_adaptive.engine.probes import TrainingStep, find_max_batch_size
+from torchtune_adaptive.engine.ranks import rank
+from torchtune_adaptive.engine.results import Totals
+from torchtune_adaptive.engine.snapshot import override_attributes
+from torchtune_adaptive.engine.step import Recovery, SampleKind, StepRunner
+from torchtune_adaptive.errors import ConfigError, Remedy
+from torchtune_adaptive.formatting import parse_size
+from torchtune_adaptive.report.tables import search_table
+
+logger = logging.getLogger(__name__)
+
+TRAIN, FORWARD, WITH_LOSS = "forward_backward", "forward", "forward with a loss"
+ROW_KEYS = {TRAIN: "micro_train_batch_size_per_gpu", FORWARD: "micro_forward_batch_size_per_gpu"}
+ROW_KEYS[WITH_LOSS] = ROW_KEYS[FORWARD]
+"""The key of SkyRL's config that limits the rows of a microbatch, by stage."""
+FILLER = -1
+"""In place of the index of a row: the first row of the batch, without targets."""
+SELECT_TOKENS = ("clip_cov", "kl_cov")
+"""Values of `policy_loss_type` whose losses select some tokens of a microbatch."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowKind(SampleKind[int]):
+    """The rows of a batch. Under a limit by tokens without padding, SkyRL's own packer plans the microbatches."""
+
+    def plan(self, lengths: Sequence[int], limit: Limit) -> Plan:
+        """Return SkyRL's microbatches under this limit."""
+        if self.padded or not limit.by_length:
+            return super().plan(lengths, limit)
+        return tuple(map(tuple, make_seq_packer("balanced", bin_capacity=limit.size).pack(list(lengths))))
+
+
+class CompletedBatches(TokenBasedBatchIterator):
+    """Microbatches that have run. SkyRL's loop iterates over them, and restores the order of the rows."""
+
+    def __init__(self, data: TrainingInputBatch, plan: Plan = ()) -> None:
+        BaseBatchIterator.__init__(self, data)
+        self._microbatches = [rows for rows in plan if rows]
+        self._num_padding_microbatches = len(plan) - len(self._microbatches)
+        self._token_counts = range(len(data))
+
+    def of_rows(self, rows: Sequence[int]) -> TrainingInputBatch:
+        """Return a microbatch of these rows, or of a filler."""
+        if rows[0] != FILLER:
+            return self._create_microbatch_from_indices(rows)
+        batch = self._create_microbatch_from_indices([0])
+        for name in {"loss_mask", "advantages"} & batch.keys():
+            batch[name] = torch.zeros_like(batch[name])
+        return batch
+
+    def __iter__(self) -> Iterator[TrainingInputBatch]:
+        for rows in (*self._microbatches, *[(0,)] * self._num_padding_microbatches):
+            batch = TrainingInputBatch({"sequences": self.data["sequences"][: len(rows)]})  # its results are known
+            batch.metadata = self.data.metadata
+            yield batch
+
+
+class WorkerPasses:
+    """Runs the passes of one worker."""
+
+    def __init__(self, worker: Any, arguments: Any) -> None:
+        """Collective: the worker's model must be sharded."""
+        self._worker, self._cfg, self._arguments = worker, worker.cfg, arguments
+        self._model = worker.model.model if isinstance(worker.model, HFModelWrapper) else worker.model
+        self._optimizers = [worker.optimizer] if worker.optimizer else []
+        self._is_critic = hasattr(worker, "_micro_batches_accumulated")
+        options = {"enabled": arguments.recover_from_oom, "regrow_after": arguments.regrow_after}
+        self._recovery = Recovery(self._model, on_attempt=self._begin_attempt, **options)
+        self.runners: dict[str, StepRunner[int]] = {}
+        """The runner of each stage that has run."""
+        self._limits: dict[str, Limit] = {}
+        """The limit of each stage before any recovery."""
+        self.calls, self._warnings = 0, set[str]()
+        self.plan: Plan = ()
+        """The rows of each microbatch in the latest attempt."""
+        if isinstance(arguments.token_budget, int):
+            self._cfg.max_tokens_per_microbatch = arguments.token_budget
+
+    def run(self, stage: str, name: str, method: Callable[..., Any], data: Any, *args: Any, **kwargs: Any) -> Any:
+        """Collective: run the microbatches of a batch by SkyRL's method called `name`. Then call SkyRL's `method` for
+        the whole batch, which gets their results."""
+        run_micro, memory_limit = getattr(self._worker, name), self._arguments.memory_limit
+        self._run_micro = lambda *inputs: run_micro(*inputs, *args, **kwargs)
+        budget = None if memory_limit is None else parse_size(memory_limit, "memory_limit")
+        resident, device = resident_tensors(self._model, self._optimizers), torch.device(torch.cuda.current_device())
+        with self._keeping_gradients(), memory_within(budget, device, resident) as memory:
+            runner = self.runners.get(stage) or self._create_runner(stage, data, memory)
+            runner.measure_memory(memory)
+            self._begin(stage, data)
+            self.calls += 1
+            runner.run(range(len(data)), step=self.calls)
+        completed, results = CompletedBatches(data, self.plan), iter(self._results)
+        iterators = dict.fromkeys(("get_microbatch_iterator", "BatchIterator"), lambda *_, **__: completed)
+        with (
+            override_attributes(skyrl_worker, **iterators),
+            override_attributes(self._worker, **{name: lambda *_, **__: next(results)}),
+        ):
+            output = method(data, *args, **kwargs)
+        assert not [*results], "SkyRL's method must use the results of all microbatches"
+        if self._counts_microbatches:  # optim_step divides gradients by this number
+            self._worker._micro_batches_accumulated += len(self._configured) - len(completed)
+        if stage == TRAIN:
+            limit = runner.limit
+            output.metrics.update({"oom_recoveries": runner.recoveries, f"microbatch_{limit.unit}": limit.size})
+        return output
+
+    def _create_runner(self, stage: str, data: TrainingInputBatch, memory: MemorySource | None) -> StepRunner[int]:
+        """Collective: create the runner of a stage. If configured, search for the largest microbatch."""
+        cfg, budget = self._cfg, self._arguments.token_budget
+        counts_tokens = stage != WITH_LOSS and (budget is not None or cfg.max_tokens_per_microbatch > 0)
+        kind = RowKind(
+            length_of=lambda row: self._lengths[row],
+            filler=lambda _: FILLER,
+            # SkyRL's key counts tokens without padding, although all rows of a batch are padded to the same length
+            padded=not (cfg.remove_microbatch_padding or (counts_tokens and budget is None)),
+        )
+        limit: Limit = RowLimit(getattr(cfg, ROW_KEYS[stage]))
+        if counts_tokens and budget != "auto":
+            limit = TokenLimit(cfg.max_tokens_per_microbatch)
+        options: dict[str, Any] = {"limit": limit, "recovery": self._recovery, "stage": stage}
+        self.runners[stage] = StepRunner(self._model, self._run_microbatch, kind=kind, **options)
+        self._limits[stage] = limit
+        if self._arguments.searches:
+            limit = self._limits[stage] = self._search(
+                stage, data, memory, by_tokens=counts_tokens and budget == "auto"
+            )
+            self.runners[stage].use_limit(limit)
+        return self.runners[stage]
+
+    def _begin(self, stage: str, data: TrainingInputBatch) -> None:
+        """Prepare for the rows of this batch."""
+        kind = self.runners[stage].kind
+        self._stage, self._batches, self._results = stage, CompletedBatches(data), list[Any]()
+        self._lengths = data["attention_mask"].sum(1).tolist()
+        if kind.padded:
+            self._lengths = [data["sequences"].shape[1]] * len(data)
+        self._configured = kind.plan(self._lengths, self._limits[stage])
+        by_rows = self._cfg.max_tokens_per_microbatch <= 0
+        self._counts_microbatches = stage == TRAIN and self._is_critic and by_rows
+        self._shares: dict[int, Fraction] = {}
+        if stage == TRAIN and not self._is_critic and self._cfg.algorithm.use_entropy_loss:
+            targets = [Fraction(count) for count in data["loss_mask"].sum(1).tolist()]
+            for rows in self._configured:
+                total = sum(targets[row] for row in rows) or 1
+                self._shares |= {row: targets[row] * len(rows) / total for row in rows}
+
+    def _begin_attempt(self, stage: str, step: int, plan: Plan) -> None:
+        """Discard the results of a failed attempt. Warn once about losses that do not add up over this plan."""
+        self.plan, self._results = plan, []
+        kind, warnings = self._cfg.algorithm.policy_loss_type, set[str]()
+        split = [{*rows} for rows in plan if rows not in self._configured]
+        if self._shares and not all(any(rows <= {*whole} for whole in self._configured) for rows in split):
+            warnings.add(
+                "trainer.algorithm.use_entropy_loss=true: the entropy bonus is a mean over the tokens of a microbatch; "
+                "after a recovery, some microbatches have rows of several configured ones, so weights of tokens differ"
+            )
+        if split and stage == TRAIN and not self._is_critic and kind in SELECT_TOKENS:
+            warnings.add(
+                f"trainer.algorithm.policy_loss_type={kind} selects tokens of a microbatch, so a step that is repeated "
+                "in smaller microbatches trains on other tokens"
+            )
+        for warning in warnings - self._warnings if rank() == 0 else ():
+            logger.warning("%s", warning)
+        self._warnings |= warnings
+
+    def _run_microbatch(self, rows: Sequence[int]) -> Totals:
+        """Run one microbatch by SkyRL's method, and keep its result."""
+        batch, whole = self._batches.of_rows(rows), self._batches.data
+        weight = len(batch) / len(whole)
+        if self._counts_microbatches:  # the sum over microbatches is divided by their configured number
+            weight = len(batch) * len(self._configured) / len(whole)
+        inputs = batch if self._stage == FORWARD else BaseBatchIterator.batch_to_experience(batch)
+        with self._entropy_in_proportion(rows):
+            result = self._run_micro(inputs, weight) if self._stage == TRAIN else self._run_micro(inputs)
+        if self._counts_microbatches:
+            result["critic_loss"] /= weight
+        self._results.append(result)
+        return Totals(torch.zeros(()), 0 if rows[0] == FILLER else len(rows))
+
+    def _entropy_in_proportion(self, rows: Sequence[int]) -> AbstractContextManager[None]:
+        """Scale the entropy bonus, which SkyRL weights by rows, so that it adds up over parts of a microbatch."""
+        if not self._shares or rows[0] == FILLER:
+            return nullcontext()
+        algorithm = self._cfg.algorithm
+        factor = float(sum(self._shares[row] for row in rows) / len(rows))
+        return override_attributes(algorithm, entropy_loss_coef=algorithm.entropy_loss_coef * factor)
+
+    @contextmanager
+    def _keeping_gradients(self) -> Iterator[None]:
+        """Set the gradients of earlier batches aside, and add them at the end."""
+        kept = [(each, each.grad) for each in self._model.parameters() if each.grad is not None]
+        self._model.zero_grad(set_to_none=True)
+        yield
+        for parameter, gradient in kept:
+            parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
+
+    def _search(self, stage: str, data: Any, memory: MemorySource | None, *, by_tokens: bool) -> Limit:
+        """Collective: search for the largest microbatch of the longest sequences, and return its limit."""
+        if memory is None:
+            raise ConfigError("a CPU has no memory limit to search within", Remedy.CAP_MEMORY)
+        runner, optimizers, rows = self.runners[stage], self._optimizers if stage == TRAIN else [], len(data)
+        self._begin(stage, longest_row(data, self._arguments, padded=not self._cfg.remove_microbatch_padding))
+        update = (lambda _: optimizers[0].step()) if optimizers else None
+        step = TrainingStep(runner=runner, sample=0, update=update, optimizers=optimizers)
+        found = find_max_batch_size(step, memory=memory, whole_step_rows=rows, max_rows=rows)
+        limit: Limit = TokenLimit(int(found.unrounded_rows * step.length)) if by_tokens else RowLimit(found.rows)
+        key = "max_tokens_per_microbatch" if by_tokens else ROW_KEYS[stage]
+        setattr(self._cfg, key, limit.size)
+        shown = f"trainer.{key}={limit.size}"
+        if by_tokens and runner.kind.padded:  # SkyRL's key does not count padding
+            shown = f"token_budget={limit.size} (padding included)"
+        if rank() == 0:
+            logger.info("%s\n%s: %s fits", search_table(found, step.length, stage), stage, shown)
+        return limit
+
+
+def longest_row(data: TrainingInputBatch, arguments: Any, *, padded: bool) -> TrainingInputBatch:
+    """Return the first row of a batch, extended to the longest prompt and answer. All tokens of the answer are targets.
+
+    If rows are `padded`, one token of the prompt is masked. Without a mask, attention may need less memory.
+    """
+    width, answer = data["sequences"].shape[1], data.metadata["response_length"]
+    longest_answer = max(answer, arguments.max_generate_length)
+    widths = {width: max(width - answer, arguments.max_prompt_length) + longest_answer, answer: longest_answer}
+
+    def extended(name: str, value: Any) -> Any:
+        row = None if value is None else value[torch.tensor([0])]
+        if not isinstance(row, Tensor) or row.dim() != 2 or row.shape[1] not in widths:
+            return row  # images, for example
+        length = widths[row.shape[1]]
+        row = row.repeat(1, -(-length // row.shape[1]))[:, :length]
+        return torch.ones_like(row) if name.endswith("_mask") else row
+
+    longest = TrainingInputBatch({name: extended(name, value) for name, value in data.items()})
+    longest["attention_mask"][:, : int(padded)] = 0
+    longest.metadata = {**data.metadata, "response_length": longest_answer}
+    return longest
