@@ -59,10 +59,12 @@ class Bench:
         build: Callable[[], Parts],
         *,
         clips: bool = True,
+        exchanges_activations: bool = False,
         error: Callable[[str], Exception] = torch.OutOfMemoryError,
     ) -> None:
         self.case, self.samples = case, samples
         self._build, self._clips, self._error = build, clips, error
+        self._exchanges = exchanges_activations
         self._steps = count()
         self.models, self.forward_backward = build()
 
@@ -111,7 +113,7 @@ class Bench:
         """Collective: return a new runner, with a new model if the case fails in the first pass."""
         if self.case.first_pass:
             self.models, self.forward_backward = self._build()
-        recovery, once = Recovery(*self.models), self.case.reduce_once
+        recovery, once = Recovery(*self.models, exchanges_activations=self._exchanges), self.case.reduce_once
         runner = runner_of(self.model, self.case.rows, self.forward_backward, recovery, reduce_once=once)
         self.fresh = runner.state_dict()
         return runner

@@ -63,6 +63,8 @@ CASES = (
     Case("first pass, all ranks fail", failing=(0, 1), first_pass=True, stride=5),
     Case("full checkpointing", ModelConfig(checkpointing="full")),
     Case("selective checkpointing", ModelConfig(checkpointing="selective")),
+    Case("compiled layers", ModelConfig(compiled=True), stride=2),
+    Case("compiled layers, first pass", ModelConfig(compiled=True), first_pass=True, stride=3),
     Case("no reshard after forward", ModelConfig(reshard_after_forward=False)),
     Case("head in chunks", ModelConfig(head_chunks=4), stride=2),
     Case("head in chunks, first pass", ModelConfig(head_chunks=4), first_pass=True, stride=3),

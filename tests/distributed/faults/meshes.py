@@ -12,7 +12,11 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed._functional_collectives import all_to_all_single, all_to_all_single_autograd
+from torch.distributed._functional_collectives import (
+    all_gather_tensor_autograd,
+    all_to_all_single,
+    all_to_all_single_autograd,
+)
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -56,13 +60,16 @@ class MeshCase:
     again: str = "never"
     first_pass: bool = False
     reduce_once: bool = False
+    compiled: bool = False
+    """Compile each layer."""
     stride: int = 1
 
     def bench(self) -> Bench:
         """Collective: return the bench for this case. Norms over several meshes are not computed."""
         generator = torch.Generator().manual_seed(dist.get_rank() // self.shared_by)
         samples = [torch.randint(0, VOCABULARY, (LENGTH,), generator=generator) for _ in range(SAMPLES)]
-        return Bench(self, samples, partial(parts_of, self), clips=False)
+        hidden = self.build is context_parallel  # parameters do not show context parallelism
+        return Bench(self, samples, partial(parts_of, self), clips=False, exchanges_activations=hidden)
 
 
 def mesh_of(case: MeshCase) -> DeviceMesh:
@@ -219,6 +226,43 @@ def expert_parallel(case: MeshCase) -> nn.Module:
     return fully_shard(model, mesh=every, mp_policy=precision, ignored_params=whole)
 
 
+class InContext(nn.Module):
+    """Attention in context parallelism: each rank has a part of every sequence, and gathers the others."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        super().__init__()
+        self.group, self.inner, self.outer = mesh.get_group(), nn.Linear(DIM, DIM), nn.Linear(DIM, DIM)
+
+    def forward(self, states: Tensor) -> Tensor:
+        mine = self.inner(states)
+        every = all_gather_tensor_autograd(mine, 1, self.group)
+        return states + self.outer(F.scaled_dot_product_attention(mine, every, every))
+
+
+class SplitSequences(nn.Module):
+    """A model that runs on a part of each sequence, and gathers its logits."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        super().__init__()
+        self.mesh = mesh
+        self.embedding, self.output = nn.Embedding(VOCABULARY, DIM), nn.Linear(DIM, VOCABULARY)
+        self.layers = nn.ModuleList(InContext(mesh) for _ in range(2))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        states = self.embedding(tokens.chunk(self.mesh.size(), 1)[self.mesh.get_local_rank()])
+        for layer in self.layers:
+            states = layer(states)
+        return all_gather_tensor_autograd(self.output(states), 1, self.mesh.get_group())
+
+
+def context_parallel(case: MeshCase) -> nn.Module:
+    """Collective: build a model under context parallelism; FSDP shards layers over all ranks."""
+    model = SplitSequences(mesh_of(case)["shared"]).to(device())
+    for each in (*model.layers, model):
+        fully_shard(each, mesh=init_device_mesh(device().type, (case.world_size,)))
+    return model
+
+
 def sharded_experts(case: MeshCase) -> nn.Module:
     """Collective: build a model with experts, for FSDP alone: ranks exchange no activations."""
     model = Mixture([LocalExperts(), LocalExperts()], checkpointing=case.checkpointing).to(device())
@@ -254,6 +298,9 @@ MESH_CASES = (
     MeshCase("tensor parallel, fails in the drain too", tensor_parallel, rows=4, again="drain", stride=3),
     MeshCase("tensor parallel, fails in the retry too", tensor_parallel, rows=4, again="retry", stride=5),
     MeshCase("tensor parallel, checkpointing", tensor_parallel, checkpointing=True, stride=3),
+    MeshCase("context parallel", context_parallel),
+    MeshCase("context parallel, 4 ranks", context_parallel, 4, failing=(1, 2), stride=4),
+    MeshCase("context parallel, compiled layers", context_parallel, compiled=True, stride=3),
     MeshCase("expert parallel", expert_parallel, shared_by=1),
     MeshCase("expert parallel, both ranks fail", expert_parallel, shared_by=1, failing=(0, 1), stride=5),
     MeshCase("expert parallel, first pass", expert_parallel, shared_by=1, first_pass=True, stride=5),
@@ -296,6 +343,8 @@ def parts_of(case: MeshCase) -> Parts:
     """Collective: build the model of a case."""
     torch.manual_seed(0)
     model = case.build(case)
+    for layer in model.layers if case.compiled else ():
+        layer.compile(backend="aot_eager")
 
     def forward_backward(samples: Sequence[Tensor]) -> Totals:
         tokens = nn.utils.rnn.pad_sequence([*samples], batch_first=True)

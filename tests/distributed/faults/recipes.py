@@ -14,12 +14,13 @@ from omegaconf import DictConfig
 from torch import Tensor
 
 from tests.distributed.faults.fault_variants import fail_there, operations_of, ways_to_fail
-from tests.distributed.models import device
+from tests.distributed.models import computes, device
 from tests.recipes.grpo.tiny import JUDGE, grpo_config
 from tests.recipes.ppo.rollouts import ppo_config
 from tests.recipes.running import demo_config, load_ours
 from torchtune_adaptive.engine.limits import RowLimit
 from torchtune_adaptive.engine.step import StepRunner
+from torchtune_adaptive.rl import generation, grpo, ppo
 from torchtune_adaptive.rl.stages import FIND_REWARDS, GENERATE, SCORE_POLICY, SCORE_REFERENCE, STAGES, TRAIN_POLICY
 from torchtune_adaptive.testing import FaultInjector
 from torchtune_adaptive.tune import distributed
@@ -111,11 +112,22 @@ def build(kind: str, overrides: tuple[str, ...], layer_by_layer: bool) -> tuple[
             recipe: Any = load_ours(kind)(config_of(kind, Path(folder[0]) / "run", *overrides))
         recipe.setup()
         dist.barrier()
+    if not computes():
+        generation.generate = _answers_of_zeros
+        ppo.check_frozen_results = grpo.check_frozen_results = lambda *_: None  # type: ignore[assignment]
     if layer_by_layer:
         recipe.stages.gather_by_layer()
     for runner in runners_of(recipe).values():
         runner.use_limit(RowLimit(SAMPLES))
     return recipe, {stage: runner.state_dict() for stage, runner in runners_of(recipe).items()}
+
+
+_generate = generation.generate
+
+
+def _answers_of_zeros(*args: Any, **kwargs: Any) -> Tensor:
+    """Generate on a null device, which computes no answers."""
+    return torch.zeros_like(_generate(*args, **kwargs), device="cpu")
 
 
 def runners_of(recipe: Any) -> dict[str, StepRunner[Any]]:
