@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from tests.distributed.faults.fault_variants import Failing, fail_there, operations_of
+from tests.distributed.faults.fault_variants import Scenario, fail_there, operations_of
 from tests.distributed.models import Gradients, gradients_equal, gradients_of, runner_of
 from torchtune_adaptive.engine.fsdp import is_whole
 from torchtune_adaptive.engine.results import Totals
@@ -54,7 +54,7 @@ class Bench:
 
     def __init__(
         self,
-        case: Failing,
+        case: Scenario,
         samples: list[Tensor],
         build: Callable[[], Parts],
         *,

@@ -33,6 +33,7 @@ from torchtune import modules, training
 from torchtune.models.llama3 import llama3
 
 from tests.distributed.faults.bench import Bench, Parts
+from tests.distributed.faults.fault_variants import Scenario
 from tests.distributed.models import VOCABULARY, computes, device
 from torchtune_adaptive.engine.results import Totals
 
@@ -41,12 +42,10 @@ EXPERTS, PER_TOKEN, DIM = 6, 2, 16
 
 
 @dataclass(frozen=True)
-class MeshCase:
-    """One mesh and model, and the ranks and places that run out of memory."""
+class MeshCase(Scenario):
+    """One mesh and model."""
 
-    name: str
     build: Callable[["MeshCase"], nn.Module]
-    world_size: int = 2
     shared_by: int = 2
     """Ranks that share samples."""
     replicas: int = 1
@@ -55,14 +54,8 @@ class MeshCase:
     checkpointing: bool = False
     param_dtype: torch.dtype | None = None
     """FSDP gathers parameters in this type."""
-    failing: tuple[int, ...] = (1,)
-    rows: int = 2
-    again: str = "never"
-    first_pass: bool = False
-    reduce_once: bool = False
     compiled: bool = False
     """Compile each layer."""
-    stride: int = 1
 
     def bench(self) -> Bench:
         """Collective: return the bench for this case. Norms over several meshes are not computed."""
@@ -281,9 +274,9 @@ def torchtitan(kind: str, case: MeshCase) -> nn.Module:
 titan_llama, titan_mixture = partial(torchtitan, "llama"), partial(torchtitan, "moe")
 
 TORCHTITAN_CASES = (
-    MeshCase("torchtitan llama", titan_llama, 4, failing=(3,)),
-    MeshCase("torchtitan llama, first pass", titan_llama, 4, failing=(0,), first_pass=True, stride=11),
-    MeshCase("torchtitan llama, checkpointing", titan_llama, 4, checkpointing=True, failing=(3,)),
+    MeshCase("torchtitan llama", titan_llama, world_size=4, failing=(3,)),
+    MeshCase("torchtitan llama, first pass", titan_llama, world_size=4, failing=(0,), first_pass=True, stride=11),
+    MeshCase("torchtitan llama, checkpointing", titan_llama, world_size=4, checkpointing=True, failing=(3,)),
     MeshCase("torchtitan mixture", titan_mixture, shared_by=1),
     MeshCase("torchtitan mixture, first pass", titan_mixture, shared_by=1, first_pass=True, stride=5),
     MeshCase("torchtitan mixture, checkpointing", titan_mixture, shared_by=1, checkpointing=True),
@@ -299,18 +292,18 @@ MESH_CASES = (
     MeshCase("tensor parallel, fails in the retry too", tensor_parallel, rows=4, again="retry", stride=5),
     MeshCase("tensor parallel, checkpointing", tensor_parallel, checkpointing=True, stride=3),
     MeshCase("context parallel", context_parallel),
-    MeshCase("context parallel, 4 ranks", context_parallel, 4, failing=(1, 2), stride=4),
+    MeshCase("context parallel, 4 ranks", context_parallel, world_size=4, failing=(1, 2), stride=4),
     MeshCase("context parallel, compiled layers", context_parallel, compiled=True, stride=3),
     MeshCase("expert parallel", expert_parallel, shared_by=1),
     MeshCase("expert parallel, both ranks fail", expert_parallel, shared_by=1, failing=(0, 1), stride=5),
     MeshCase("expert parallel, first pass", expert_parallel, shared_by=1, first_pass=True, stride=5),
-    MeshCase("expert parallel, 3 ranks", expert_parallel, 3, 1, failing=(2,), stride=4),
+    MeshCase("expert parallel, 3 ranks", expert_parallel, world_size=3, shared_by=1, failing=(2,), stride=4),
     MeshCase("expert parallel, checkpointing", expert_parallel, shared_by=1, checkpointing=True, rows=4),
     MeshCase("expert parallel, fails in the drain too", expert_parallel, shared_by=1, rows=4, again="drain", stride=3),
     MeshCase(
         "expert parallel and sharded, checkpointing",
         expert_parallel,
-        4,
+        world_size=4,
         shared_by=1,
         experts_sharded_by=2,
         checkpointing=True,
@@ -329,13 +322,25 @@ MESH_CASES = (
         rows=4,
         stride=3,
     ),
-    MeshCase("tensor parallel and sharded", tensor_parallel, 4, failing=(3,), stride=4),
-    MeshCase("tensor parallel and sharded, two fail", tensor_parallel, 4, failing=(0, 3), stride=11),
-    MeshCase("tensor parallel and sharded, first pass", tensor_parallel, 4, failing=(3,), first_pass=True, stride=11),
+    MeshCase("tensor parallel and sharded", tensor_parallel, world_size=4, failing=(3,), stride=4),
+    MeshCase("tensor parallel and sharded, two fail", tensor_parallel, world_size=4, failing=(0, 3), stride=11),
     MeshCase(
-        "tensor parallel and sharded, checkpointing", tensor_parallel, 4, checkpointing=True, failing=(3,), stride=12
+        "tensor parallel and sharded, first pass",
+        tensor_parallel,
+        world_size=4,
+        failing=(3,),
+        first_pass=True,
+        stride=11,
     ),
-    MeshCase("tensor parallel and replicas", tensor_parallel, 4, replicas=2, failing=(1,), stride=11),
+    MeshCase(
+        "tensor parallel and sharded, checkpointing",
+        tensor_parallel,
+        world_size=4,
+        checkpointing=True,
+        failing=(3,),
+        stride=12,
+    ),
+    MeshCase("tensor parallel and replicas", tensor_parallel, world_size=4, replicas=2, failing=(1,), stride=11),
 )
 
 

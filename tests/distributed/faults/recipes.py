@@ -13,7 +13,7 @@ import torch.distributed as dist
 from omegaconf import DictConfig
 from torch import Tensor
 
-from tests.distributed.faults.fault_variants import fail_there, operations_of, ways_to_fail
+from tests.distributed.faults.fault_variants import Scenario, fail_there, operations_of, ways_to_fail
 from tests.distributed.models import computes, device
 from tests.recipes.grpo.tiny import JUDGE, grpo_config
 from tests.recipes.ppo.rollouts import ppo_config
@@ -48,23 +48,14 @@ WAYS_OF_PAIRS: dict[str, dict[str, Any]] = {
 
 
 @dataclass(frozen=True)
-class RecipeCase:
-    """The stage that runs out of memory. Other fields are those of finetuning.Case."""
+class RecipeCase(Scenario):
+    """The stage that runs out of memory."""
 
-    name: str
     kind: str
     stage: str
     overrides: tuple[str, ...] = ()
     layer_by_layer: bool = False
     """Generate layer by layer: gather parameters again for every token."""
-    world_size: int = 2
-    failing: tuple[int, ...] = (1,)
-    rows: int = 2
-    again: str = "never"
-    first_pass: bool = False
-    reduce_once: bool = False
-    """Use models that have never run."""
-    stride: int = 1
 
     def bench(self) -> "RecipeBench":
         """Collective: return the bench for this case."""

@@ -12,7 +12,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import Any, NamedTuple, TypeAlias
 
-from tests.distributed.faults.fault_variants import over_ranks
+from tests.distributed.faults.fault_variants import Scenario, over_ranks
 from tests.distributed.faults.finetuning import CASES, Case
 from tests.distributed.faults.meshes import MESH_CASES, TORCHTITAN_CASES, MeshCase
 from tests.distributed.faults.recipes import RECIPE_CASES, RecipeCase
@@ -21,13 +21,10 @@ from tests.ranks import RankFailed, RanksHung, run_on_ranks
 
 
 @dataclass(frozen=True)
-class TrainerCase:
+class TrainerCase(Scenario):
     """Training by transformers' Trainer, in which the ranks fail in turn."""
 
-    name: str
     sharded: bool = True
-    world_size: int = 2
-    stride: int = 1
 
 
 AnyCase: TypeAlias = Case | MeshCase | RecipeCase | TrainerCase
