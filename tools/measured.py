@@ -175,7 +175,7 @@ def faults(rows: list[Row]) -> tuple[str, str]:
 def nccl(rows: list[Row]) -> tuple[str, str]:
     what = (
         "the same over torch's NCCL process groups, on simulated GPUs ([`make test-nccl`](#nccl)), "
-        f"{len({row['case'] for row in rows})} cases, {len({row['torch'] for row in rows})} versions of torch"
+        f"{len({row['case'] for row in rows})} cases"
     )
     return what, _matched(rows)
 
@@ -224,7 +224,9 @@ LINES = (
 def measured_with(name: str, folder: Path) -> str:
     """Return the torch version and the date of a file of results."""
     machine = machine_of(name, folder)
-    return f"{machine['torch'].partition('+')[0]} | {machine['date']}"
+    versions = sorted({row["torch"] for row in rows_of(name, folder) if "torch" in row})
+    torch = f"{versions[0]} to {versions[-1]}" if versions else machine["torch"].partition("+")[0]
+    return f"{torch} | {machine['date']}"
 
 
 def table(folder: Path = RESULTS) -> str:

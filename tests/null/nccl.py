@@ -79,10 +79,12 @@ class _OnHost(TorchFunctionMode):
         return func(*tree_map(lambda each: each.cpu() if isinstance(each, torch.Tensor) else each, args)).to(device)
 
 
-def find_conditions_true() -> None:
-    """Let every condition on a tensor be true, such as the one that a cache has room, because no value is computed."""
+def replace_computed_values() -> None:
+    """Let every condition on a tensor be true, such as the one that a cache has room, and find the elements of masks on
+    the host, because a null device computes neither."""
     _overrides.append(own := torch.library.Library("aten", "IMPL"))
     own.impl("_local_scalar_dense", lambda asked: asked.dtype is torch.bool or asked.cpu().item(), "CUDA")
+    own.impl("nonzero", lambda asked: asked.cpu().nonzero().to(asked.device), "CUDA")
 
 
 _overrides: list[torch.library.Library] = []  # an override ends with its Library
@@ -94,7 +96,7 @@ def record_on_rank(folder: str, backend: str, function: Callable[..., Any], *arg
     set_card(memory=80 * 2**30, devices=DEVICES)
     start_recording()
     compute_sizes_of_objects()
-    find_conditions_true()
+    replace_computed_values()
     dist.init_process_group(backend)
     models.use_gpu()
     name = type(dist.group.WORLD._get_backend(torch.device("cuda"))).__name__
