@@ -126,7 +126,7 @@ test-null: $(READY)
 	$(BIN)/python -m pytest tests/null tests/rehearse tests/rehearse_recipe
 
 # recovery over torch's own NCCL process groups, without a GPU: every operation under FSDP2 and hybrid sharding, 4 operations of
-# 60 other cases. Half an hour on two idle cores
+# each other case of `make faults` that a null device can run. An hour on two idle cores
 test-nccl: $(READY)
 	$(BIN)/python -W ignore -m tests.null.nccl
 	$(BIN)/python -m tools.measured
@@ -151,10 +151,11 @@ lint: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# injects out-of-memory errors into 12 operations of a step in each of 230 cases; about 45 minutes on two idle cores
+# injects out-of-memory errors into 12 operations of a step in each of 250 cases, and into every operation of a step of
+# Trainer; about 50 minutes on two idle cores
 faults: $(READY)
 	$(BIN)/python -m tests.distributed.faults
-	$(BIN)/torchrun --nproc_per_node 2 -m tests.hf.faults
+	$(BIN)/python -m tests.distributed.faults --case "Trainer, FSDP2" --all
 
 # engine tests, distributed tests and smoke tests of the recipes with every supported torch; writes the table of docs/versions.md
 versions: $(READY) $(VERSIONS:%=$(VENV)/torch-%/ready)
@@ -163,7 +164,7 @@ versions: $(READY) $(VERSIONS:%=$(VENV)/torch-%/ready)
 $(VENV)/torch-%/ready: pyproject.toml constraints.txt | $(READY)
 	$(PYTHON) -m venv $(@D)
 	grep -v '^torch==' constraints.txt > $(@D)/constraints.txt
-	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --constraint $(@D)/constraints.txt torch==$* --editable '.[dev]'
+	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --constraint $(@D)/constraints.txt torch===$* --editable '.[dev]'
 	touch $@
 
 # hundreds of steps of four recipes, by rows and by tokens, while the free memory changes; 5,000 steps that check for memory

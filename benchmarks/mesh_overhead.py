@@ -24,7 +24,10 @@ NOTE = (
 )
 SHORT, LONG = 2, 14
 ROWS, SAMPLES, TOKENS = 8, 16, 64
-CASES = (MeshCase("tensor parallel 2", tensor_parallel), MeshCase("FSDP2 2, tensor parallel 2", tensor_parallel, 4))
+CASES = (
+    MeshCase("tensor parallel 2", tensor_parallel),
+    MeshCase("FSDP2 2, tensor parallel 2", tensor_parallel, world_size=4),
+)
 
 
 def run(pairs: int) -> Result:

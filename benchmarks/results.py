@@ -13,6 +13,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from torchtune_adaptive.atomic_files import replace_file
+
 RESULTS = Path(__file__).parent / "results"
 PACKAGES = (
     "torch",
@@ -68,7 +70,7 @@ def save(name: str, rows: Sequence[Row], note: str = "") -> Path:
     RESULTS.mkdir(exist_ok=True)
     path = RESULTS / f"{name}.json"
     content = {"machine": machine(), "note": note, "rows": rows}
-    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    replace_file(path, (json.dumps(content, indent=2) + "\n").encode())
     return path
 
 

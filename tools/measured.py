@@ -174,7 +174,8 @@ def faults(rows: list[Row]) -> tuple[str, str]:
 
 def nccl(rows: list[Row]) -> tuple[str, str]:
     what = (
-        f"the same over torch's NCCL process groups, on simulated GPUs ([`make test-nccl`](#nccl)), {len(rows)} cases"
+        "the same over torch's NCCL process groups, on simulated GPUs ([`make test-nccl`](#nccl)), "
+        f"{len({row['case'] for row in rows})} cases"
     )
     return what, _matched(rows)
 
@@ -189,16 +190,22 @@ def _matched(rows: list[Row]) -> str:
 
 
 def over_nccl(folder: Path = RESULTS) -> str:
-    """Return the table of all cases over NCCL."""
-    shown = [
-        "| case | class | ranks | operations | recovered | calls compared | mismatches | deadlocks |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
+    """Return the table of all cases over NCCL, with the versions of torch together."""
     with naming("nccl", folder):
-        for row in rows_of("nccl", folder):
-            operations = f"{row['injected']:,}{' (every one)' * row['every operation']}"
-            counts = " | ".join(f"{row[key]:,}" for key in ("recovered", *CALLS))
-            shown.append(f"| {row['case']} | {row['class']} | {row['ranks']} | {operations} | {counts} |")
+        rows = rows_of("nccl", folder)
+        versions = sorted({row["torch"] for row in rows})
+        shown = [
+            f"| case | backend | ranks | operations (torch {' / '.join(versions)}) | recovered | calls compared | "
+            "mismatches | deadlocks |",
+            "|---|---|---|---|---|---|---|---|",
+        ]
+        for case, backend in dict.fromkeys((row["case"], row["backend"]) for row in rows):
+            alike = {row["torch"]: row for row in rows if (row["case"], row["backend"]) == (case, backend)}
+            tried = (f"{alike[each]['injected']:,}" if each in alike else "–" for each in versions)
+            every = " (every one)" if any(row["every operation"] for row in alike.values()) else ""
+            counts = (f"{sum(row[key] for row in alike.values()):,}" for key in ("recovered", *CALLS))
+            ranks = {row["ranks"] for row in alike.values()}.pop()
+            shown.append(f"| {case} | {backend} | {ranks} | {' / '.join(tried)}{every} | {' | '.join(counts)} |")
     return "\n".join(shown) + "\n"
 
 
@@ -217,7 +224,9 @@ LINES = (
 def measured_with(name: str, folder: Path) -> str:
     """Return the torch version and the date of a file of results."""
     machine = machine_of(name, folder)
-    return f"{machine['torch'].partition('+')[0]} | {machine['date']}"
+    versions = sorted({row["torch"] for row in rows_of(name, folder) if "torch" in row})
+    torch = f"{versions[0]} to {versions[-1]}" if versions else machine["torch"].partition("+")[0]
+    return f"{torch} | {machine['date']}"
 
 
 def table(folder: Path = RESULTS) -> str:

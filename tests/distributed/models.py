@@ -60,6 +60,8 @@ class ModelConfig:
     reshard_after_forward: bool = True
     lora: bool = False
     bf16: bool = False
+    compiled: bool = False
+    """Compile each layer."""
     sharded: bool = True
     joined: bool = False
     """Samples packed into one row without padding."""
@@ -97,6 +99,8 @@ def build(config: ModelConfig) -> nn.Module:
         training.set_activation_checkpointing(model, auto_wrap_policy={modules.TransformerSelfAttentionLayer})
     elif config.checkpointing == "selective":
         apply_selective_activation_checkpointing(model, "selective", 2)
+    for layer in model.layers if config.compiled else ():
+        layer.compile(backend="aot_eager")
     return shard(model.train(), config) if config.sharded else model.train()
 
 

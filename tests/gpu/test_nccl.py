@@ -8,20 +8,17 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from tests.distributed.faults.finetuning import CASES
-from tests.distributed.faults.meshes import MESH_CASES
-from tests.distributed.faults.sweeps import AnyCase, Outcome, sweep
+from tests.distributed.faults.sweeps import ALL_CASES, AnyCase, Outcome, sweep
 from tests.distributed.models import use_gpu
 from tests.ranks import run_on_ranks
 
 SAMPLED = 8  # operations of a step
-NAMED: dict[str, AnyCase] = {case.name: case for case in (*CASES, *MESH_CASES)}
 CASES_OVER_NCCL = (
-    NAMED["plain"],
-    replace(NAMED["plain"], name="plain, 4 ranks", world_size=4),
-    NAMED["hybrid"],
-    NAMED["tensor parallel"],
-    NAMED["tensor parallel and sharded"],
+    ALL_CASES["plain"],
+    replace(ALL_CASES["plain"], name="plain, 4 ranks", world_size=4),
+    ALL_CASES["hybrid"],
+    ALL_CASES["tensor parallel"],
+    ALL_CASES["tensor parallel and sharded"],
 )
 
 

@@ -1,34 +1,31 @@
-"""Inject an out-of-memory error at each operation of a step of `Trainer.train()`, and compare with stock.
+"""Inject an out-of-memory error at operations of a step of `Trainer.train()`, and compare with stock.
 
-torchrun --nproc_per_node 2 -m tests.hf.faults [EVERY [FIRST]]   every operation, or every EVERY-th from the FIRST on
-torchrun --nproc_per_node 2 -m tests.hf.faults EVERY FIRST DDP   under DDP in place of FSDP2
+`make faults` tries every operation.
 """
 
 from __future__ import annotations
 
-import sys
+import io
 import tempfile
+from contextlib import redirect_stdout
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import Trainer
 
+from tests.distributed.faults.sweeps import TrainerCase
+from tests.distributed.models import computes, device
 from tests.fault_injection import FaultInjector
 from tests.hf.trainers import Counting, arguments, difference, train, use_fsdp2
 from torchtune_adaptive.hf import AdaptiveArguments, AdaptiveMixin
 
 COUNTED = 3
 """The step whose operations are counted; in each later step, one of them fails. Gradients are reduced as later."""
-
-
-class Swept(NamedTuple):
-    operations: int
-    injected: int
-    recovered: int
-    difference: float
-    """Largest difference from stock over all steps."""
+OPERATIONS = 1700
+"""More than a step has."""
 
 
 class Sweeping(AdaptiveMixin):
@@ -58,31 +55,35 @@ class Sweeping(AdaptiveMixin):
         return loss
 
 
-def sweep(every: int, steps: int, first: int = 1, *, sharded: bool = True) -> Swept:
-    """Collective."""
-    if sharded:
+def sweep(case: TrainerCase, at_most: int, shift: int) -> tuple[int, int, int, int]:
+    """Collective: return the fields of an Outcome."""
+    if case.sharded:
         use_fsdp2()
-    with tempfile.TemporaryDirectory() as folder:
+    every = max(case.stride, -(-OPERATIONS // at_most))
+    steps = COUNTED + 1 + OPERATIONS // every
+    trainers: list[Any] = []
+
+    class Kept(Sweeping, Trainer):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            self.every, self.first = every, 1 + shift % every
+            trainers.append(self)
+
+        def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+            loss = super().compute_loss(*args, **kwargs)
+            if not computes():  # the check of the loss compares values
+                loss.detach().copy_(torch.ones(()))
+            return loss
+
+    with tempfile.TemporaryDirectory() as folder, redirect_stdout(io.StringIO()):
+        settings: dict[str, Any] = {"max_steps": steps, "learning_rate": 1e-3, "gradient_accumulation_steps": 2}
         options: dict[str, Any] = {
-            "arguments": arguments(Path(folder), max_steps=steps, learning_rate=1e-3, gradient_accumulation_steps=2),
-            "train_dataset": Counting(128),  # all steps are complete, so all have the same number of operations
+            "arguments": arguments(Path(folder), use_cpu=device().type == "cpu", **settings),
+            "train_dataset": Counting(
+                64 * case.world_size
+            ),  # all steps are complete, so all have the same number of operations
         }
-        stock = train(Path(folder), **options)
-        trainers: list[Any] = []
-
-        class Kept(Sweeping, Trainer):
-            def __init__(self, *args: Any, **kwargs: Any) -> None:
-                super().__init__(*args, **kwargs)
-                self.every, self.first = every, first
-                trainers.append(self)
-
+        stock = train(Path(folder), **options) if computes() else None
         ours = train(Path(folder), AdaptiveArguments(regrow_after=0), base=Kept, **options)
-        [trainer] = trainers
-        return Swept(
-            trainer.operations, trainer.injected, int(ours.column("oom_recoveries")[-1]), difference(ours, stock)
-        )
-
-
-if __name__ == "__main__":
-    every, first = [*map(int, sys.argv[1:3]), 1, 1][:2]
-    print(sweep(every, COUNTED + 1 + 1700 // every, first, sharded="DDP" not in sys.argv))
+    wrong = stock is not None and difference(ours, stock) > 1e-6
+    return trainers[0].injected, int(ours.column("oom_recoveries")[-1]), 0, int(wrong)

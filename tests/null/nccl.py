@@ -4,7 +4,8 @@ No kernel runs, so gradients are not compared (gloo's sweeps do that, with the s
 of NCCL. They must be equal on all ranks, and must not end in a deadlock when they are replayed (null_cuda/check.py).
 
 python -m tests.null.nccl                    every case; writes benchmarks/results/nccl.json
-python -m tests.null.nccl --case hybrid      only the cases whose name contains "hybrid"
+python -m tests.null.nccl --case hybrid      only the cases whose name contains "hybrid"; replaces their lines
+TORCH_DIST_USE_NCCL2=0 python -m tests.null.nccl --case plain      with the class that "nccl" had before torch 2.15
 """
 
 import argparse
@@ -21,20 +22,24 @@ import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_iter, tree_map
 
-from benchmarks.results import save
+from benchmarks.results import RESULTS, save
 from tests.distributed import models
-from tests.distributed.faults.finetuning import CASES
-from tests.distributed.faults.meshes import MESH_CASES
-from tests.distributed.faults.recipes import RECIPE_CASES
-from tests.distributed.faults.sweeps import FIGURES, AnyCase, Outcome, sweep
+from tests.distributed.faults.finetuning import Case
+from tests.distributed.faults.meshes import MeshCase
+from tests.distributed.faults.recipes import RecipeCase
+from tests.distributed.faults.sweeps import ALL_CASES, FIGURES, AnyCase, Outcome, sweep
 from tests.null.processes import OnNull, null_processes
 from tests.ranks import RankFailed, RanksHung
+from torchtune_adaptive.atomic_files import read_json
 from torchtune_adaptive.engine.collectives import CollectiveLedger
 from torchtune_adaptive.null_cuda import set_card
 from torchtune_adaptive.null_cuda.check import check
 from torchtune_adaptive.rehearse.recording import start_recording
+from torchtune_adaptive.rl.stages import TRAIN_POLICY
+from torchtune_adaptive.tune.preference import POLICY
 
-BACKENDS = ("nccl", "nccl-lazy", "nccl-legacy")
+BACKENDS = ("nccl", "nccl2", "nccl-lazy", "nccl-legacy")
+"""All names that torch has for NCCL; torch 2.13 has only the first."""
 
 
 class Checked(NamedTuple):
@@ -47,6 +52,8 @@ class Checked(NamedTuple):
 
 
 DEVICES, TIMEOUT_S = 4, 900
+NAME = "nccl"
+"""Of the file of results."""
 
 
 def compute_sizes_of_objects() -> None:
@@ -72,12 +79,24 @@ class _OnHost(TorchFunctionMode):
         return func(*tree_map(lambda each: each.cpu() if isinstance(each, torch.Tensor) else each, args)).to(device)
 
 
+def replace_computed_values() -> None:
+    """Let every condition on a tensor be true, such as the one that a cache has room, and find the elements of masks on
+    the host, because a null device computes neither."""
+    _overrides.append(own := torch.library.Library("aten", "IMPL"))
+    own.impl("_local_scalar_dense", lambda asked: asked.dtype is torch.bool or asked.cpu().item(), "CUDA")
+    own.impl("nonzero", lambda asked: asked.cpu().nonzero().to(asked.device), "CUDA")
+
+
+_overrides: list[torch.library.Library] = []  # an override ends with its Library
+
+
 def record_on_rank(folder: str, backend: str, function: Callable[..., Any], *args: Any) -> tuple[str, Any]:
     """Collective: run a function in a process group over NCCL, and record its calls."""
     os.environ.update(NULL_CUDA_RECORD=folder)
     set_card(memory=80 * 2**30, devices=DEVICES)
     start_recording()
     compute_sizes_of_objects()
+    replace_computed_values()
     dist.init_process_group(backend)
     models.use_gpu()
     name = type(dist.group.WORLD._get_backend(torch.device("cuda"))).__name__
@@ -92,8 +111,9 @@ def swept(
     """Inject errors into a step of a case, and check the recordings of all ranks."""
     with tempfile.TemporaryDirectory() as folder:
         arguments = (folder, f"cuda:{backend},cpu:gloo", function, case, at_most, False, shift)
+        timeout_s = TIMEOUT_S * (4 if at_most == sys.maxsize else 1)
         try:
-            found = on_null(record_on_rank, *arguments, ranks=case.world_size, in_group=False, timeout_s=TIMEOUT_S)
+            found = on_null(record_on_rank, *arguments, ranks=case.world_size, in_group=False, timeout_s=timeout_s)
         except (RankFailed, RanksHung) as error:
             print(f"{case.name}: {error}", file=sys.stderr)
             hung = isinstance(error, RanksHung)
@@ -109,21 +129,29 @@ def without_drains(*arguments: Any) -> Outcome:
     return sweep(*arguments)
 
 
+def runs_on_null(case: AnyCase) -> bool:
+    """Return False if the case needs computed values, or if its collectives are those of another case."""
+    match case:
+        case Case():
+            return not case.model.joined  # the layout of samples changes no collective
+        case MeshCase():
+            return not case.name.startswith("sharded experts")  # sizes depend on values
+        case RecipeCase():  # every stage, and the ways to fail while a policy trains
+            return case.name == f"recipes, {case.kind}, {case.stage}" or case.stage in (POLICY, TRAIN_POLICY)
+    return True
+
+
 def scenarios(most: int, most_of_fsdp: int) -> Iterator[tuple[AnyCase, str, int]]:
     """Yield cases with a backend and the number of operations to try: `most_of_fsdp` for FSDP2 and for hybrid sharding,
     `most` for each other case, and more on the backends that are not torch's default."""
-    joined = [case for case in CASES if not case.model.joined]  # the layout of samples changes no collective
-    routed = [case for case in MESH_CASES if not case.name.startswith("sharded experts")]  # sizes depend on values
-    on_pairs = [
-        case for case in RECIPE_CASES if case.kind == "full_dpo" and case.name.endswith(("policy", "drain too"))
-    ]
-    named: dict[str, AnyCase] = {case.name: case for case in (*joined, *routed, *on_pairs)}
-    yield from ((named[name], BACKENDS[0], most_of_fsdp) for name in ("plain", "hybrid"))
-    for backend in BACKENDS[1:]:
-        yield from ((named[name], backend, 4 * most) for name in ("plain", "hybrid"))
-    # nccl-lazy counts no messages, so it does not support ghost passes
-    yield named["tensor parallel and sharded"], "nccl-legacy", 4 * most
-    yield from ((case, BACKENDS[0], most) for case in named.values() if case.name not in ("plain", "hybrid"))
+    first = ("plain", "hybrid")
+    yield from ((ALL_CASES[name], BACKENDS[0], most_of_fsdp) for name in first)
+    for backend in BACKENDS[1:] if hasattr(dist, "ProcessGroupNCCL2") else ():
+        # nccl-lazy counts no messages, so it does not support ghost passes
+        names = first if backend == "nccl-lazy" else (*first, "tensor parallel and sharded")
+        yield from ((ALL_CASES[name], backend, 4 * most) for name in names)
+    others = (case for case in ALL_CASES.values() if case.name not in first and runs_on_null(case))
+    yield from ((case, BACKENDS[0], most) for case in others)
 
 
 def main() -> int:
@@ -133,23 +161,40 @@ def main() -> int:
     arguments.add_argument("--of-fsdp", **every, help="the same for FSDP2 and hybrid sharding (default: every one)")
     arguments.add_argument("--case", default="", help="only cases whose name contains this")
     options = arguments.parse_args()
-    rows = []
+    version, found_all = torch.__version__.partition("+")[0], True
+    if not options.case:
+        save_rows({key: row for key, row in saved_rows().items() if row["torch"] != version})
     with null_processes() as on_null:
         for number, (case, backend, most) in enumerate(scenarios(options.at_most, options.of_fsdp)):
             if options.case not in case.name:
                 continue
             began = time.monotonic()
             found = swept(on_null, case, backend, most, number)
-            every = {"every operation": most == sys.maxsize, "ranks": case.world_size}
-            counted = dict(zip(FIGURES, found.outcome, strict=True))
-            rows.append({"case": case.name, "class": found.backend, **every, **counted, "calls": found.calls})
-            rows[-1] |= {"mismatches": 0, "deadlocks": 0, **Counter(map(kind_of, found.problems))}
-            print(f"{rows[-1]} ({time.monotonic() - began:.0f} s)", *found.problems, sep="\n", flush=True)
-            if not options.case:
-                save("nccl", rows, "null devices: gradients are not compared")
-    return (
-        0 if all(row["injected"] == row["recovered"] > 0 == row["mismatches"] + row["deadlocks"] for row in rows) else 1
-    )
+            if backend == "nccl" and (chosen := os.environ.get("TORCH_DIST_USE_NCCL2")):
+                backend = f"nccl (TORCH_DIST_USE_NCCL2={chosen})"
+            row: Row = {"case": case.name, "backend": backend, "torch": version, "class": found.backend}
+            row |= {"every operation": most == sys.maxsize, "ranks": case.world_size}
+            row |= {**dict(zip(FIGURES, found.outcome, strict=True)), "calls": found.calls}
+            row |= {"mismatches": 0, "deadlocks": 0, **Counter(map(kind_of, found.problems))}
+            print(f"{row} ({time.monotonic() - began:.0f} s)", *found.problems, sep="\n", flush=True)
+            found_all &= row["injected"] == row["recovered"] > 0 == row["mismatches"] + row["deadlocks"]
+            save_rows(saved_rows() | {key_of(row): row})
+    return 0 if found_all else 1
+
+
+Row = dict[str, Any]
+
+
+def key_of(row: Row) -> tuple[str, str, str]:
+    return row["case"], row["backend"], row["torch"]
+
+
+def saved_rows() -> dict[tuple[str, str, str], Row]:
+    return {key_of(row): row for row in (read_json(RESULTS / f"{NAME}.json") or {"rows": []})["rows"]}
+
+
+def save_rows(rows: dict[tuple[str, str, str], Row]) -> None:
+    save(NAME, [*rows.values()], "null devices: gradients are not compared")
 
 
 def kind_of(problem: str) -> str:

@@ -12,8 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.distributed.faults.finetuning import CASES
-from tests.distributed.faults.meshes import MESH_CASES
+from tests.distributed.faults.sweeps import ALL_CASES
 from tests.distributed.models import ModelConfig, build, device, runner_of, samples_of
 from tests.null.full_card import everything_left
 from tests.null.nccl import BACKENDS, record_on_rank, swept, without_drains
@@ -25,7 +24,6 @@ from torchtune_adaptive.null_cuda import set_memory
 from torchtune_adaptive.null_cuda.check import check
 from torchtune_adaptive.tune.distributed import join_on
 
-NAMED = {case.name: case for case in (*CASES, *MESH_CASES)}
 SAMPLED = 3  # operations of a step
 
 
@@ -42,7 +40,7 @@ SAMPLED = 3  # operations of a step
 def test_ranks_issue_equal_calls_of_nccl_without_deadlock_when_one_runs_out_of_memory(
     on_null: OnNull, name: str, backend: str, class_: str
 ) -> None:
-    found = swept(on_null, NAMED[name], backend, SAMPLED)
+    found = swept(on_null, ALL_CASES[name], backend, SAMPLED)
     assert found.backend == class_
     assert found.problems == []
     assert found.outcome == (SAMPLED, SAMPLED, 0, 0)
@@ -50,7 +48,7 @@ def test_ranks_issue_equal_calls_of_nccl_without_deadlock_when_one_runs_out_of_m
 
 @pytest.mark.smoke
 def test_check_finds_a_failed_rank_that_does_not_issue_what_its_peers_expect(on_null: OnNull) -> None:
-    [problem] = swept(on_null, NAMED["plain"], "nccl", SAMPLED, 1, without_drains).problems
+    [problem] = swept(on_null, ALL_CASES["plain"], "nccl", SAMPLED, 1, without_drains).problems
     assert re.fullmatch(
         r"communicator of rank 0 and rank 1, call \d+: rank 0: all_gather of \d+ float32 at \S+collectives\.py:\d+; "
         r"rank 1: nothing",
@@ -148,6 +146,36 @@ def test_collective_on_a_full_card_is_counted_exactly_if_it_is_launched(
         assert all((counted == 0) == (launched == 0) == failed for counted, launched, failed in found.values()), found
         of_fsdp = ("all_gather", "reduce_scatter", "reduce_scatter with a factor", "all_reduce")
         assert [found[name] for name in of_fsdp] == [(1, 1, False)] * 4
+
+
+def implicit_synchronizations() -> dict[str, set[str]]:
+    """Collective: return what is recorded for a copy or a release."""
+    recording = Path(os.environ["NULL_CUDA_RECORD"]) / f"rank{dist.get_rank()}"
+    source, pageable = torch.zeros(8, device=device()), torch.zeros(8)
+    pinned, unused = torch.zeros(8).pin_memory(), torch.zeros(2**22, device=device())
+    del unused
+    operations: dict[str, Callable[[], object]] = {
+        "pageable": lambda: pageable.copy_(source, non_blocking=True),
+        "pinned": lambda: pinned.copy_(source, non_blocking=True),
+        "cudaFree": torch.cuda.empty_cache,
+    }
+    found = {}
+    for name, run in operations.items():
+        before = recording.stat().st_size
+        run()
+        with recording.open() as lines:
+            lines.seek(before)
+            found[name] = {line.split("\t")[0] for line in lines} & {"stream", "device"}
+    return found
+
+
+def test_copies_to_pageable_memory_and_releases_are_recorded_as_synchronizations(
+    on_null: OnNull, tmp_path: Path
+) -> None:
+    for _, found in on_null(
+        record_on_rank, str(tmp_path), "cuda:nccl", implicit_synchronizations, ranks=2, in_group=False
+    ):
+        assert found == {"pageable": {"stream"}, "pinned": set(), "cudaFree": {"device"}}
 
 
 def failing_collective() -> str:

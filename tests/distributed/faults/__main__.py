@@ -14,20 +14,9 @@ import argparse
 import sys
 import time
 from dataclasses import replace
-from importlib.util import find_spec
 
 from benchmarks.results import save
-from tests.distributed.faults.finetuning import CASES
-from tests.distributed.faults.meshes import MESH_CASES, TORCHTITAN_CASES
-from tests.distributed.faults.recipes import RECIPE_CASES
-from tests.distributed.faults.sweeps import FIGURES, AnyCase, Outcome, outcome_of, sweep
-
-ALL_CASES: tuple[AnyCase, ...] = (
-    *CASES,
-    *MESH_CASES,
-    *RECIPE_CASES,
-    *(TORCHTITAN_CASES if find_spec("torchtitan") else ()),
-)
+from tests.distributed.faults.sweeps import ALL_CASES, FIGURES, Outcome, outcome_of, sweep
 
 
 def main() -> int:
@@ -39,7 +28,7 @@ def main() -> int:
     arguments.add_argument("--ranks", type=int, help="run the named cases on this many ranks")
     options = arguments.parse_args()
     total, rows = Outcome(), []
-    for number, case in enumerate(ALL_CASES):
+    for number, case in enumerate(ALL_CASES.values()):
         if options.case not in case.name:
             continue
         if options.ranks:

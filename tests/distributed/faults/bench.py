@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from tests.distributed.faults.fault_variants import Failing, fail_there, operations_of
+from tests.distributed.faults.fault_variants import Scenario, fail_there, operations_of
 from tests.distributed.models import Gradients, gradients_equal, gradients_of, runner_of
 from tests.fault_injection import FaultInjector
 from torchtune_adaptive.engine.fsdp import is_whole
@@ -54,15 +54,17 @@ class Bench:
 
     def __init__(
         self,
-        case: Failing,
+        case: Scenario,
         samples: list[Tensor],
         build: Callable[[], Parts],
         *,
         clips: bool = True,
+        exchanges_activations: bool = False,
         error: Callable[[str], Exception] = torch.OutOfMemoryError,
     ) -> None:
         self.case, self.samples = case, samples
         self._build, self._clips, self._error = build, clips, error
+        self._exchanges = exchanges_activations
         self._steps = count()
         self.models, self.forward_backward = build()
 
@@ -111,7 +113,7 @@ class Bench:
         """Collective: return a new runner, with a new model if the case fails in the first pass."""
         if self.case.first_pass:
             self.models, self.forward_backward = self._build()
-        recovery, once = Recovery(*self.models), self.case.reduce_once
+        recovery, once = Recovery(*self.models, exchanges_activations=self._exchanges), self.case.reduce_once
         runner = runner_of(self.model, self.case.rows, self.forward_backward, recovery, reduce_once=once)
         self.fresh = runner.state_dict()
         return runner

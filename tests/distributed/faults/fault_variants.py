@@ -1,8 +1,8 @@
 """Choose which ranks run out of memory in a sweep, and where."""
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
-from typing import Any, Protocol, TypeVar
+from dataclasses import KW_ONLY, dataclass, replace
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -13,23 +13,24 @@ from torchtune_adaptive.engine.step import StepRunner
 Plain = TypeVar("Plain")
 
 
-class Failing(Protocol):
-    """The attributes of a case that describe its failure."""
+@dataclass(frozen=True)
+class Scenario:
+    """A line of the table of cases: the ranks that run out of memory, and when."""
 
-    @property
-    def failing(self) -> tuple[int, ...]: ...
-
-    @property
-    def again(self) -> str: ...
-
-    @property
-    def rows(self) -> int: ...
-
-    @property
-    def first_pass(self) -> bool: ...
-
-    @property
-    def reduce_once(self) -> bool: ...
+    name: str
+    _: KW_ONLY
+    world_size: int = 2
+    failing: tuple[int, ...] = (1,)
+    rows: int = 2
+    """Initial rows per microbatch; four samples are two microbatches of two rows."""
+    again: str = "never"
+    """When a second failure occurs: "never", in the "retry" or in the "drain"."""
+    first_pass: bool = False
+    """Fail in the very first step of the model."""
+    reduce_once: bool = False
+    """Reduce-scatter gradients only in the last microbatch of a step, until a rank runs out of memory."""
+    stride: int = 1
+    """Step size of the exhaustive sweep; 1 tries every operation."""
 
 
 def ways_to_fail(plain: Plain, others: Mapping[str, dict[str, Any]]) -> Iterator[Plain]:
@@ -45,7 +46,7 @@ def ways_to_fail(plain: Plain, others: Mapping[str, dict[str, Any]]) -> Iterator
         yield replace(plain, name=f"{plain.name}, {name}", **changes)
 
 
-def operations_of(runner: StepRunner[Any], run: Callable[[int], object], step: int, case: Failing) -> list[str]:
+def operations_of(runner: StepRunner[Any], run: Callable[[int], object], step: int, case: Scenario) -> list[str]:
     """Collective: list the operations of the first failing rank inside this runner while `run` runs the step."""
     with FaultInjector(runner).count(rank=dist.get_rank(), step=step) as faults:
         run(step)
@@ -54,7 +55,7 @@ def operations_of(runner: StepRunner[Any], run: Callable[[int], object], step: i
     return names[0]
 
 
-def fail_there(faults: FaultInjector, case: Failing, step: int, place: int) -> None:
+def fail_there(faults: FaultInjector, case: Scenario, step: int, place: int) -> None:
     """Inject the fault. Ranks that fail in the same step do so in different places."""
     for number, rank in enumerate(case.failing):
         faults.fail_at(rank=rank, step=step, operation=max(1, place - 17 * number))

@@ -9,35 +9,23 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from tests.distributed.faults.bench import Bench, ForwardBackward, Parts
+from tests.distributed.faults.fault_variants import Scenario
 from tests.distributed.models import ModelConfig, build, device, forward_backward_of, frozen, samples_of
 from torchtune_adaptive.engine import buckets
 from torchtune_adaptive.engine.results import Totals
 
 
 @dataclass(frozen=True)
-class Case:
-    """A training configuration with the ranks and operations that fail."""
+class Case(Scenario):
+    """A training configuration."""
 
-    name: str
     model: ModelConfig = field(default_factory=ModelConfig)
-    world_size: int = 2
-    failing: tuple[int, ...] = (1,)
-    rows: int = 2
-    """Initial rows per microbatch; four samples are two microbatches of two rows."""
     samples: int = 4
-    again: str = "never"
-    """When a second failure occurs: "never", in the "retry" or in the "drain"."""
-    first_pass: bool = False
-    """Fail in the very first step of the model."""
     error: Callable[[str], Exception] = torch.OutOfMemoryError
-    reduce_once: bool = False
-    """Reduce-scatter gradients only in the last microbatch of a step, until a rank runs out of memory."""
     bucket_bytes: int | None = None
     """The size of the buckets of a whole model."""
     with_frozen_model: bool = False
     """Call a frozen model in each microbatch too, so that collectives of two models interleave."""
-    stride: int = 1
-    """Step size of the exhaustive sweep; 1 tries every operation."""
 
     def bench(self) -> Bench:
         """Collective: return the bench for this case."""
@@ -63,15 +51,19 @@ CASES = (
     Case("first pass, all ranks fail", failing=(0, 1), first_pass=True, stride=5),
     Case("full checkpointing", ModelConfig(checkpointing="full")),
     Case("selective checkpointing", ModelConfig(checkpointing="selective")),
+    Case("compiled layers", ModelConfig(compiled=True), stride=2),
+    Case("compiled layers, first pass", ModelConfig(compiled=True), first_pass=True, stride=3),
     Case("no reshard after forward", ModelConfig(reshard_after_forward=False)),
     Case("head in chunks", ModelConfig(head_chunks=4), stride=2),
     Case("head in chunks, first pass", ModelConfig(head_chunks=4), first_pass=True, stride=3),
     Case("head in chunks, fails in the drain too", ModelConfig(head_chunks=4), rows=4, again="drain", stride=5),
-    Case("head in chunks, hybrid", ModelConfig(head_chunks=4, replicas=2), 4, rows=4, again="retry", stride=7),
+    Case(
+        "head in chunks, hybrid", ModelConfig(head_chunks=4, replicas=2), world_size=4, rows=4, again="retry", stride=7
+    ),
     Case(
         "head in chunks, hybrid, fails in the drain too",
         ModelConfig(head_chunks=4, replicas=2),
-        4,
+        world_size=4,
         rows=4,
         again="drain",
         stride=11,
@@ -95,28 +87,38 @@ CASES = (
     Case("with a frozen model", with_frozen_model=True),
     Case("with a frozen model, first pass", with_frozen_model=True, first_pass=True, stride=3),
     Case("with a frozen model, no reshard", ModelConfig(reshard_after_forward=False), with_frozen_model=True, stride=3),
-    Case("hybrid", HYBRID, 4),
-    Case("hybrid, rank 0 fails", HYBRID, 4, (0,), stride=3),
-    Case("hybrid, a rank of each replica fails", HYBRID, 4, (0, 3), stride=3),
-    Case("hybrid, both ranks of a replica fail", HYBRID, 4, (2, 3), stride=5),
-    Case("hybrid, fails in the retry too", HYBRID, 4, rows=4, again="retry", stride=3),
-    Case("hybrid, fails in the drain too", HYBRID, 4, samples=8, rows=4, again="drain", stride=3),
-    Case("hybrid, first pass", HYBRID, 4, first_pass=True, stride=3),
-    Case("hybrid, first pass, fails in the drain too", HYBRID, 4, (2,), 4, 8, "drain", first_pass=True, stride=5),
-    Case("hybrid, one microbatch", HYBRID, 4, rows=4, stride=5),
-    Case("hybrid, no reshard after forward", replace(HYBRID, reshard_after_forward=False), 4, stride=5),
-    Case("hybrid, bf16", replace(HYBRID, bf16=True), 4, stride=3),
-    Case("hybrid, lora, full checkpointing", replace(HYBRID, lora=True, checkpointing="full"), 4, stride=5),
-    Case("hybrid, whole replicas", ModelConfig(replicas=4), 4, stride=5),
+    Case("hybrid", HYBRID, world_size=4),
+    Case("hybrid, rank 0 fails", HYBRID, world_size=4, failing=(0,), stride=3),
+    Case("hybrid, a rank of each replica fails", HYBRID, world_size=4, failing=(0, 3), stride=3),
+    Case("hybrid, both ranks of a replica fail", HYBRID, world_size=4, failing=(2, 3), stride=5),
+    Case("hybrid, fails in the retry too", HYBRID, world_size=4, rows=4, again="retry", stride=3),
+    Case("hybrid, fails in the drain too", HYBRID, world_size=4, samples=8, rows=4, again="drain", stride=3),
+    Case("hybrid, first pass", HYBRID, world_size=4, first_pass=True, stride=3),
+    Case(
+        "hybrid, first pass, fails in the drain too",
+        HYBRID,
+        world_size=4,
+        failing=(2,),
+        rows=4,
+        samples=8,
+        again="drain",
+        first_pass=True,
+        stride=5,
+    ),
+    Case("hybrid, one microbatch", HYBRID, world_size=4, rows=4, stride=5),
+    Case("hybrid, no reshard after forward", replace(HYBRID, reshard_after_forward=False), world_size=4, stride=5),
+    Case("hybrid, bf16", replace(HYBRID, bf16=True), world_size=4, stride=3),
+    Case("hybrid, lora, full checkpointing", replace(HYBRID, lora=True, checkpointing="full"), world_size=4, stride=5),
+    Case("hybrid, whole replicas", ModelConfig(replicas=4), world_size=4, stride=5),
     Case("offloaded", OFFLOADED),
     Case("offloaded, fails in the drain too", OFFLOADED, rows=4, again="drain", stride=3),
     Case("offloaded, first pass", OFFLOADED, first_pass=True, stride=3),
     Case("offloaded, full checkpointing", replace(OFFLOADED, checkpointing="full"), stride=5),
     Case("offloaded, bf16", replace(OFFLOADED, bf16=True), stride=5),
-    Case("offloaded, hybrid", replace(OFFLOADED, replicas=2), 4, stride=5),
+    Case("offloaded, hybrid", replace(OFFLOADED, replicas=2), world_size=4, stride=5),
     Case("whole", WHOLE, bucket_bytes=4096),
     Case("whole, both ranks fail", WHOLE, failing=(0, 1), bucket_bytes=4096, stride=7),
-    Case("whole, 3 ranks, two fail", WHOLE, 3, (0, 2), stride=7),
+    Case("whole, 3 ranks, two fail", WHOLE, world_size=3, failing=(0, 2), stride=7),
     Case("whole, fails in the retry too", WHOLE, rows=4, again="retry", bucket_bytes=4096, stride=7),
     Case("whole, fails in the drain too", WHOLE, rows=4, again="drain", bucket_bytes=4096, stride=7),
     Case("whole, first pass", WHOLE, first_pass=True, stride=5),

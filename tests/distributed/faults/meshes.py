@@ -12,7 +12,11 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed._functional_collectives import all_to_all_single, all_to_all_single_autograd
+from torch.distributed._functional_collectives import (
+    all_gather_tensor_autograd,
+    all_to_all_single,
+    all_to_all_single_autograd,
+)
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -29,6 +33,7 @@ from torchtune import modules, training
 from torchtune.models.llama3 import llama3
 
 from tests.distributed.faults.bench import Bench, Parts
+from tests.distributed.faults.fault_variants import Scenario
 from tests.distributed.models import VOCABULARY, computes, device
 from torchtune_adaptive.engine.results import Totals
 
@@ -37,12 +42,10 @@ EXPERTS, PER_TOKEN, DIM = 6, 2, 16
 
 
 @dataclass(frozen=True)
-class MeshCase:
-    """One mesh and model, and the ranks and places that run out of memory."""
+class MeshCase(Scenario):
+    """One mesh and model."""
 
-    name: str
     build: Callable[["MeshCase"], nn.Module]
-    world_size: int = 2
     shared_by: int = 2
     """Ranks that share samples."""
     replicas: int = 1
@@ -51,18 +54,15 @@ class MeshCase:
     checkpointing: bool = False
     param_dtype: torch.dtype | None = None
     """FSDP gathers parameters in this type."""
-    failing: tuple[int, ...] = (1,)
-    rows: int = 2
-    again: str = "never"
-    first_pass: bool = False
-    reduce_once: bool = False
-    stride: int = 1
+    compiled: bool = False
+    """Compile each layer."""
 
     def bench(self) -> Bench:
         """Collective: return the bench for this case. Norms over several meshes are not computed."""
         generator = torch.Generator().manual_seed(dist.get_rank() // self.shared_by)
         samples = [torch.randint(0, VOCABULARY, (LENGTH,), generator=generator) for _ in range(SAMPLES)]
-        return Bench(self, samples, partial(parts_of, self), clips=False)
+        hidden = self.build is context_parallel  # parameters do not show context parallelism
+        return Bench(self, samples, partial(parts_of, self), clips=False, exchanges_activations=hidden)
 
 
 def mesh_of(case: MeshCase) -> DeviceMesh:
@@ -219,6 +219,43 @@ def expert_parallel(case: MeshCase) -> nn.Module:
     return fully_shard(model, mesh=every, mp_policy=precision, ignored_params=whole)
 
 
+class InContext(nn.Module):
+    """Attention in context parallelism: each rank has a part of every sequence, and gathers the others."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        super().__init__()
+        self.group, self.inner, self.outer = mesh.get_group(), nn.Linear(DIM, DIM), nn.Linear(DIM, DIM)
+
+    def forward(self, states: Tensor) -> Tensor:
+        mine = self.inner(states)
+        every = all_gather_tensor_autograd(mine, 1, self.group)
+        return states + self.outer(F.scaled_dot_product_attention(mine, every, every))
+
+
+class SplitSequences(nn.Module):
+    """A model that runs on a part of each sequence, and gathers its logits."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        super().__init__()
+        self.mesh = mesh
+        self.embedding, self.output = nn.Embedding(VOCABULARY, DIM), nn.Linear(DIM, VOCABULARY)
+        self.layers = nn.ModuleList(InContext(mesh) for _ in range(2))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        states = self.embedding(tokens.chunk(self.mesh.size(), 1)[self.mesh.get_local_rank()])
+        for layer in self.layers:
+            states = layer(states)
+        return all_gather_tensor_autograd(self.output(states), 1, self.mesh.get_group())
+
+
+def context_parallel(case: MeshCase) -> nn.Module:
+    """Collective: build a model under context parallelism; FSDP shards layers over all ranks."""
+    model = SplitSequences(mesh_of(case)["shared"]).to(device())
+    for each in (*model.layers, model):
+        fully_shard(each, mesh=init_device_mesh(device().type, (case.world_size,)))
+    return model
+
+
 def sharded_experts(case: MeshCase) -> nn.Module:
     """Collective: build a model with experts, for FSDP alone: ranks exchange no activations."""
     model = Mixture([LocalExperts(), LocalExperts()], checkpointing=case.checkpointing).to(device())
@@ -237,9 +274,9 @@ def torchtitan(kind: str, case: MeshCase) -> nn.Module:
 titan_llama, titan_mixture = partial(torchtitan, "llama"), partial(torchtitan, "moe")
 
 TORCHTITAN_CASES = (
-    MeshCase("torchtitan llama", titan_llama, 4, failing=(3,)),
-    MeshCase("torchtitan llama, first pass", titan_llama, 4, failing=(0,), first_pass=True, stride=11),
-    MeshCase("torchtitan llama, checkpointing", titan_llama, 4, checkpointing=True, failing=(3,)),
+    MeshCase("torchtitan llama", titan_llama, world_size=4, failing=(3,)),
+    MeshCase("torchtitan llama, first pass", titan_llama, world_size=4, failing=(0,), first_pass=True, stride=11),
+    MeshCase("torchtitan llama, checkpointing", titan_llama, world_size=4, checkpointing=True, failing=(3,)),
     MeshCase("torchtitan mixture", titan_mixture, shared_by=1),
     MeshCase("torchtitan mixture, first pass", titan_mixture, shared_by=1, first_pass=True, stride=5),
     MeshCase("torchtitan mixture, checkpointing", titan_mixture, shared_by=1, checkpointing=True),
@@ -254,16 +291,19 @@ MESH_CASES = (
     MeshCase("tensor parallel, fails in the drain too", tensor_parallel, rows=4, again="drain", stride=3),
     MeshCase("tensor parallel, fails in the retry too", tensor_parallel, rows=4, again="retry", stride=5),
     MeshCase("tensor parallel, checkpointing", tensor_parallel, checkpointing=True, stride=3),
+    MeshCase("context parallel", context_parallel),
+    MeshCase("context parallel, 4 ranks", context_parallel, world_size=4, failing=(1, 2), stride=4),
+    MeshCase("context parallel, compiled layers", context_parallel, compiled=True, stride=3),
     MeshCase("expert parallel", expert_parallel, shared_by=1),
     MeshCase("expert parallel, both ranks fail", expert_parallel, shared_by=1, failing=(0, 1), stride=5),
     MeshCase("expert parallel, first pass", expert_parallel, shared_by=1, first_pass=True, stride=5),
-    MeshCase("expert parallel, 3 ranks", expert_parallel, 3, 1, failing=(2,), stride=4),
+    MeshCase("expert parallel, 3 ranks", expert_parallel, world_size=3, shared_by=1, failing=(2,), stride=4),
     MeshCase("expert parallel, checkpointing", expert_parallel, shared_by=1, checkpointing=True, rows=4),
     MeshCase("expert parallel, fails in the drain too", expert_parallel, shared_by=1, rows=4, again="drain", stride=3),
     MeshCase(
         "expert parallel and sharded, checkpointing",
         expert_parallel,
-        4,
+        world_size=4,
         shared_by=1,
         experts_sharded_by=2,
         checkpointing=True,
@@ -282,13 +322,25 @@ MESH_CASES = (
         rows=4,
         stride=3,
     ),
-    MeshCase("tensor parallel and sharded", tensor_parallel, 4, failing=(3,), stride=4),
-    MeshCase("tensor parallel and sharded, two fail", tensor_parallel, 4, failing=(0, 3), stride=11),
-    MeshCase("tensor parallel and sharded, first pass", tensor_parallel, 4, failing=(3,), first_pass=True, stride=11),
+    MeshCase("tensor parallel and sharded", tensor_parallel, world_size=4, failing=(3,), stride=4),
+    MeshCase("tensor parallel and sharded, two fail", tensor_parallel, world_size=4, failing=(0, 3), stride=11),
     MeshCase(
-        "tensor parallel and sharded, checkpointing", tensor_parallel, 4, checkpointing=True, failing=(3,), stride=12
+        "tensor parallel and sharded, first pass",
+        tensor_parallel,
+        world_size=4,
+        failing=(3,),
+        first_pass=True,
+        stride=11,
     ),
-    MeshCase("tensor parallel and replicas", tensor_parallel, 4, replicas=2, failing=(1,), stride=11),
+    MeshCase(
+        "tensor parallel and sharded, checkpointing",
+        tensor_parallel,
+        world_size=4,
+        checkpointing=True,
+        failing=(3,),
+        stride=12,
+    ),
+    MeshCase("tensor parallel and replicas", tensor_parallel, world_size=4, replicas=2, failing=(1,), stride=11),
 )
 
 
@@ -296,6 +348,8 @@ def parts_of(case: MeshCase) -> Parts:
     """Collective: build the model of a case."""
     torch.manual_seed(0)
     model = case.build(case)
+    for layer in model.layers if case.compiled else ():
+        layer.compile(backend="aot_eager")
 
     def forward_backward(samples: Sequence[Tensor]) -> Totals:
         tokens = nn.utils.rnn.pad_sequence([*samples], batch_first=True)

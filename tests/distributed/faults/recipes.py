@@ -13,14 +13,15 @@ import torch.distributed as dist
 from omegaconf import DictConfig
 from torch import Tensor
 
-from tests.distributed.faults.fault_variants import fail_there, operations_of, ways_to_fail
-from tests.distributed.models import device
+from tests.distributed.faults.fault_variants import Scenario, fail_there, operations_of, ways_to_fail
+from tests.distributed.models import computes, device
 from tests.fault_injection import FaultInjector
 from tests.recipes.grpo.tiny import JUDGE, grpo_config
 from tests.recipes.ppo.rollouts import ppo_config
 from tests.recipes.running import demo_config, load_ours
 from torchtune_adaptive.engine.limits import RowLimit
 from torchtune_adaptive.engine.step import StepRunner
+from torchtune_adaptive.rl import generation, grpo, ppo
 from torchtune_adaptive.rl.stages import FIND_REWARDS, GENERATE, SCORE_POLICY, SCORE_REFERENCE, STAGES, TRAIN_POLICY
 from torchtune_adaptive.tune import distributed
 from torchtune_adaptive.tune.preference import POLICY, REFERENCE, REFERENCE_LOG_PROBS, figures_of
@@ -47,21 +48,12 @@ WAYS_OF_PAIRS: dict[str, dict[str, Any]] = {
 
 
 @dataclass(frozen=True)
-class RecipeCase:
-    """The stage that runs out of memory. Other fields are those of finetuning.Case."""
+class RecipeCase(Scenario):
+    """The stage that runs out of memory."""
 
-    name: str
     kind: str
     stage: str
     overrides: tuple[str, ...] = ()
-    world_size: int = 2
-    failing: tuple[int, ...] = (1,)
-    rows: int = 2
-    again: str = "never"
-    first_pass: bool = False
-    reduce_once: bool = False
-    """Use models that have never run."""
-    stride: int = 1
 
     def bench(self) -> "RecipeBench":
         """Collective: return the bench for this case."""
@@ -106,9 +98,20 @@ def build(kind: str, overrides: tuple[str, ...]) -> tuple[Any, dict[str, Any]]:
             recipe: Any = load_ours(kind)(config_of(kind, Path(folder[0]) / "run", *overrides))
         recipe.setup()
         dist.barrier()
+    if not computes():
+        generation.generate = _answers_of_zeros
+        ppo.check_frozen_results = grpo.check_frozen_results = lambda *_: None  # type: ignore[assignment]
     for runner in runners_of(recipe).values():
         runner.use_limit(RowLimit(SAMPLES))
     return recipe, {stage: runner.state_dict() for stage, runner in runners_of(recipe).items()}
+
+
+_generate = generation.generate
+
+
+def _answers_of_zeros(*args: Any, **kwargs: Any) -> Tensor:
+    """Generate on a null device, which computes no answers."""
+    return torch.zeros_like(_generate(*args, **kwargs), device="cpu")
 
 
 def runners_of(recipe: Any) -> dict[str, StepRunner[Any]]:

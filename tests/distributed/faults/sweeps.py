@@ -1,19 +1,50 @@
-"""Run out of memory at every operation of a step, and compare the gradients."""
+"""The table of cases, and the sweep: run out of memory at every operation of a step, and compare the gradients.
+
+`make faults` tries all cases on gloo, `make test-nccl` those that a null device can run.
+"""
 
 import gc
 import logging
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.util import find_spec
 from typing import Any, NamedTuple, TypeAlias
 
-from tests.distributed.faults.fault_variants import over_ranks
-from tests.distributed.faults.finetuning import Case
-from tests.distributed.faults.meshes import MeshCase
-from tests.distributed.faults.recipes import RecipeCase
+from tests.distributed.faults.fault_variants import Scenario, over_ranks
+from tests.distributed.faults.finetuning import CASES, Case
+from tests.distributed.faults.meshes import MESH_CASES, TORCHTITAN_CASES, MeshCase
+from tests.distributed.faults.recipes import RECIPE_CASES, RecipeCase
 from tests.distributed.models import computes
 from tests.ranks import RankFailed, RanksHung, run_on_ranks
 
-AnyCase: TypeAlias = Case | MeshCase | RecipeCase
+
+@dataclass(frozen=True)
+class TrainerCase(Scenario):
+    """Training by transformers' Trainer, in which the ranks fail in turn."""
+
+    sharded: bool = True
+
+
+AnyCase: TypeAlias = Case | MeshCase | RecipeCase | TrainerCase
+
+TRAINER_CASES = (
+    TrainerCase("Trainer, FSDP2"),
+    TrainerCase("Trainer, FSDP2, 3 ranks", world_size=3, stride=5),
+    TrainerCase("Trainer, DDP", sharded=False, stride=2),
+)
+ALL_CASES: dict[str, AnyCase] = {
+    case.name: case
+    for case in (
+        *CASES,
+        *MESH_CASES,
+        *RECIPE_CASES,
+        *TRAINER_CASES,
+        *(TORCHTITAN_CASES if find_spec("torchtitan") else ()),
+    )
+}
+"""By name."""
 
 
 class Outcome(NamedTuple):
@@ -40,6 +71,8 @@ def sweep(case: AnyCase, at_most: int = sys.maxsize, only_collectives: bool = Fa
     On a null device, which computes no gradients, they are not compared.
     """
     logging.disable(logging.WARNING)  # the runner reports every recovery
+    if isinstance(case, TrainerCase):
+        return Outcome(*import_module("tests.hf.faults").sweep(case, at_most, shift))
     bench = case.bench()
     expected = {rows: bench.undisturbed(rows) for rows in (4, 2, 1)} if computes() else {}
     places = _places(bench.operations(), case.stride, at_most, only_collectives, shift)

@@ -12,10 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
@@ -29,7 +27,7 @@ from torchtune_adaptive.engine.limits import RowLimit
 from torchtune_adaptive.engine.memory import MemoryMeter
 from torchtune_adaptive.engine.ranks import LATE_S
 from torchtune_adaptive.engine.results import Totals
-from torchtune_adaptive.engine.step import Recovery, SampleKind, StepRunner
+from torchtune_adaptive.engine.step import SampleKind, StepRunner
 
 CASES = {case.name: case for case in MESH_CASES}
 SAMPLED = 4
@@ -372,50 +370,6 @@ def change_a_step_with_a_late_replica() -> int:
 
 def test_late_replica_does_not_end_a_step_with_another_number_of_samples() -> None:
     assert run_on_ranks(4, change_a_step_with_a_late_replica, timeout_s=30) == [4 * 7 * 7] * 4
-
-
-class Context(nn.Module):
-    """Context parallelism in its simplest form: each rank has a part of every sequence, and gathers the others."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner, self.outer = nn.Linear(8, 8), nn.Linear(8, 8)
-
-    def forward(self, value: Tensor) -> Tensor:
-        mine = self.inner(value)
-        every = functional.all_gather_tensor_autograd(mine, 1, dist.group.WORLD)
-        return self.outer(F.scaled_dot_product_attention(mine, every, every))
-
-
-def in_context_parallelism() -> tuple[int, list[bool]]:
-    """Collective: parameters do not show context parallelism, so Recovery needs the argument."""
-    torch.manual_seed(0)
-    model = fully_shard(Context(), mesh=init_device_mesh("cpu", (2,)))
-
-    def forward_backward(samples: Sequence[Tensor]) -> Totals:
-        loss = model(torch.stack([*samples]).view(-1, 2, 4, 8)[:, dist.get_rank()]).square().sum()
-        loss.backward()
-        return Totals(loss.detach(), len(samples))
-
-    runner = runner_of(model, 2, forward_backward, Recovery(model, exchanges_activations=True))
-    sequences = [*torch.randn(4, 64, generator=torch.Generator().manual_seed(3))]
-    runner.run(sequences, step=0)
-    expected = gradients_of(model)
-    model.zero_grad(set_to_none=True)
-    runner.use_limit(RowLimit(4))
-    fresh, exact = runner.state_dict(), []
-    with FaultInjector(runner) as faults:
-        for step, operation in enumerate((1, 20, 40, 60), 1):
-            runner.load_state_dict(fresh)
-            faults.fail_at(rank=1, step=step, operation=operation)
-            runner.run(sequences, step=step)
-            exact.append(gradients_equal(gradients_of(model), expected))
-            model.zero_grad(set_to_none=True)
-    return faults.fired, exact
-
-
-def test_context_parallel_ranks_recover():
-    assert run_on_ranks(2, in_context_parallelism, timeout_s=30) == [(0, [True] * 4), (4, [True] * 4)]
 
 
 def test_ghost_pass_counts_with_integers_and_masks_as_a_pass_does():

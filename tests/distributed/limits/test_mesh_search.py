@@ -21,7 +21,7 @@ STRATEGIES = ("linear", "decrease", "profile")
 """`profile` measures a limit by length."""
 CASES = {
     "tensor parallel": MeshCase("tensor parallel", tensor_parallel),
-    "tensor parallel and sharded": MeshCase("tensor parallel and sharded", tensor_parallel, 4),
+    "tensor parallel and sharded": MeshCase("tensor parallel and sharded", tensor_parallel, world_size=4),
 }
 
 
