@@ -15,6 +15,7 @@ from omegaconf import DictConfig, OmegaConf
 from torchtune import training
 from torchtune.training.checkpointing._utils import SUFFIXES_TO_NOT_COPY
 
+from torchtune_adaptive.atomic_files import DRAFTS
 from torchtune_adaptive.checkpoints import store
 from torchtune_adaptive.checkpoints.identity import file_names
 from torchtune_adaptive.checkpoints.store import Checkpointer, Files, State
@@ -108,6 +109,7 @@ def check_copied_files(section: DictConfig) -> None:
         folders[:] = [name for name in folders if not name.startswith(".")]
         for path in (Path(root, name) for name in files):
             copied = not path.name.startswith(".") and not path.name.endswith(tuple(SUFFIXES_TO_NOT_COPY))
+            copied &= not path.match(DRAFTS)  # another process may write there, for example the demo's weights
             if copied and not (os.access(path, os.R_OK) and path.is_file()):
                 raise ConfigError(
                     f"checkpointer.checkpoint_dir: every save copies {path}, but it cannot be read, or is no "

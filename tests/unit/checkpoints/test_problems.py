@@ -40,6 +40,7 @@ def test_uncopyable_file_is_refused_before_training(tmp_path: Path, component: s
     section = OmegaConf.create({"_component_": component, "checkpoint_dir": str(tmp_path)})
     (tmp_path / "model.safetensors").symlink_to("gone")  # a save does not copy weights
     (tmp_path / ".cache").symlink_to("gone")
+    (tmp_path / "demo.pt.0123abcd.adaptive.tmp").symlink_to("gone")  # another process has just renamed it
     loading.check_copied_files(section)
     (tmp_path / "tokenizer.json").symlink_to("../blobs/1a2b")
     with pytest.raises(ConfigError, match=r"tokenizer\.json, but it cannot be read, or is no file"):
