@@ -5,6 +5,7 @@ python -m tools.measured         # `make bench` runs it too
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -190,22 +191,24 @@ def _matched(rows: list[Row]) -> str:
 
 
 def over_nccl(folder: Path = RESULTS) -> str:
-    """Return the table of all cases over NCCL, with the versions of torch together."""
+    """Return a table of the cases over NCCL, in which the variants of a case and the versions of torch are together."""
     with naming("nccl", folder):
         rows = rows_of("nccl", folder)
         versions = sorted({row["torch"] for row in rows})
         shown = [
-            f"| case | backend | ranks | operations (torch {' / '.join(versions)}) | recovered | calls compared | "
+            f"| case | variants | backend | operations (torch {' / '.join(versions)}) | recovered | calls compared | "
             "mismatches | deadlocks |",
             "|---|---|---|---|---|---|---|---|",
         ]
-        for case, backend in dict.fromkeys((row["case"], row["backend"]) for row in rows):
-            alike = {row["torch"]: row for row in rows if (row["case"], row["backend"]) == (case, backend)}
-            tried = (f"{alike[each]['injected']:,}" if each in alike else "–" for each in versions)
-            every = " (every one)" if any(row["every operation"] for row in alike.values()) else ""
-            counts = (f"{sum(row[key] for row in alike.values()):,}" for key in ("recovered", *CALLS))
-            ranks = {row["ranks"] for row in alike.values()}.pop()
-            shown.append(f"| {case} | {backend} | {ranks} | {' / '.join(tried)}{every} | {' | '.join(counts)} |")
+        groups = defaultdict[tuple[str, str], list[Row]](list)
+        for row in rows:
+            groups[row["case"].partition(",")[0], row["backend"]].append(row)
+        for (case, backend), alike in groups.items():
+            tried = (sum(row["injected"] for row in alike if row["torch"] == each) for each in versions)
+            counts = (f"{sum(row[key] for row in alike):,}" for key in ("recovered", *CALLS))
+            variants = len({row["case"] for row in alike})
+            operations = " / ".join(f"{each:,}" if each else "–" for each in tried)
+            shown.append(f"| {case} | {variants} | {backend} | {operations} | {' | '.join(counts)} |")
     return "\n".join(shown) + "\n"
 
 
