@@ -101,7 +101,7 @@ $(VENV)/hf/ready: pyproject.toml constraints.txt | $(READY)
 	touch $@
 
 # SkyRL's workers with and without recovery, in an environment with the versions that SkyRL requires, and without what a CPU
-# does not need, such as vLLM. SkyRL's metadata asks for Python 3.12, but its code also runs on 3.11
+# does not need, such as vLLM; ten minutes. SkyRL's metadata asks for Python 3.12, but its code also runs on 3.11
 test-skyrl: $(VENV)/skyrl/ready
 	$(VENV)/skyrl/bin/python -m pytest tests/skyrl
 

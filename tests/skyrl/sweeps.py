@@ -29,6 +29,7 @@ class Case:
     method: str = "forward_backward"
     loss_fn: str | None = None
     overrides: tuple[str, ...] = ()
+    images: bool = False
 
 
 KL = ("trainer.algorithm.use_kl_loss=true",)
@@ -45,11 +46,13 @@ CASES = {
     "policy, entropy bonus": Case("policy", overrides=ENTROPY),
     "policy, LoRA": Case("policy", overrides=(*KL, *LORA)),
     "policy, by tokens": Case("policy", overrides=(*KL, *TOKENS)),
+    "policy, images": Case("policy", overrides=KL, images=True),
     "critic": Case("critic"),
     "critic, LoRA": Case("critic", overrides=LORA),
     "critic, by tokens": Case("critic", overrides=TOKENS),
     "policy forward": Case("policy", "forward"),
     "policy forward, cross entropy": Case("policy", "forward", "cross_entropy"),
+    "policy forward, images": Case("policy", "forward", images=True),
     "policy forward, by tokens": Case("policy", "forward", overrides=TOKENS),
     "critic forward": Case("critic", "forward"),
     "reference forward": Case("reference", "forward"),
@@ -83,7 +86,7 @@ def run(made: Any, case: Case) -> Ran:
     if hasattr(made, "_micro_batches_accumulated"):
         made._micro_batches_accumulated = 0
     arguments = {} if case.loss_fn is None else {"loss_fn": case.loss_fn}
-    output = getattr(made, case.method)(batch(), **arguments)
+    output = getattr(made, case.method)(batch(images=case.images), **arguments)
     scale = 1 / (getattr(made, "_micro_batches_accumulated", 0) or 1)  # as in optim_step
     return Ran([each * scale for each in gradients(made)], output.loss_fn_outputs, output.metrics)
 
@@ -118,10 +121,16 @@ def same_metrics(ours: Ran, stock: Ran) -> bool:
     return {name: ours.metrics.get(name) for name in stock.metrics} == stock.metrics
 
 
+def pair(case: Case, **arguments: Any) -> tuple[Any, Any]:
+    """Collective: return SkyRL's worker and an adaptive one."""
+    stock, ours = None, adaptive(KINDS[case.kind], **arguments)
+    return tuple(worker(case.kind, base, case.overrides, images=case.images) for base in (stock, ours))
+
+
 def sweep(name: str, places: int) -> Swept:
     """Collective: run a case without errors, then with an error at each of some places, on the ranks in turn."""
     case, ranks = CASES[name], dist.get_world_size()
-    stock, ours = (worker(case.kind, base, case.overrides) for base in (None, adaptive(KINDS[case.kind])))
+    stock, ours = pair(case)
     expected, healthy = run(stock, case), run(ours, case)
     [runner] = ours.passes.runners.values()
     state = runner.state_dict()

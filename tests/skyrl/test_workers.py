@@ -21,8 +21,8 @@ from skyrl.train.config import SkyRLTrainConfig
 
 from tests.fault_injection import FaultInjector
 from tests.ranks import run_on_ranks
-from tests.skyrl.sweeps import CASES, ENTROPY, Case, Swept, relative, run, same, sweep_all
-from tests.skyrl.workers import KINDS, batch, gradients, use_cpus, worker
+from tests.skyrl.sweeps import CASES, ENTROPY, Case, Swept, pair, relative, run, same, sweep_all
+from tests.skyrl.workers import IMAGE, KINDS, PROMPT, batch, gradients, use_cpus
 from torchtune_adaptive.engine.limits import RowLimit
 from torchtune_adaptive.errors import AdaptiveError, ConfigError
 from torchtune_adaptive.skyrl import adaptive
@@ -63,12 +63,6 @@ def on_cpus(function: Callable[..., Any], *args: Any) -> Any:
 
 def on_ranks(ranks: int, function: Callable[..., Any], *args: Any) -> list[Any]:
     return run_on_ranks(ranks, on_cpus, function, *args, timeout_s=120)
-
-
-def pair(case: Case, **arguments: Any) -> tuple[Any, Any]:
-    """Collective: return SkyRL's worker and an adaptive one."""
-    bases = None, adaptive(KINDS[case.kind], **arguments)
-    return tuple(worker(case.kind, base, case.overrides) for base in bases)
 
 
 def test_gradients_add_up_over_batches_before_an_update() -> None:
@@ -200,6 +194,26 @@ def _search(kind: str) -> int:
     ours.forward_backward(longest)
     assert runner.recoveries > 0
     return rows
+
+
+def test_search_with_images_measures_the_largest_image() -> None:
+    [first, second] = on_ranks(2, _search_with_images)
+    assert first == second
+    assert 1 < first < 32
+
+
+def _search_with_images() -> int:
+    case = CASES["policy, images"]
+    _, ours = pair(case, use_maximum_batch_size=True, memory_limit="3MiB", **SEARCHED)
+    data = batch(32, images=True)
+    data["pixel_values"].tensors[5] = data["pixel_values"][5].repeat(2, 1)  # an image of twice the size
+    data["image_grid_thw"].tensors[5] = torch.tensor([[1, 4, 4]])
+    data["sequences"][5, PROMPT - 5 : PROMPT] = torch.tensor([IMAGE + 1, *[IMAGE] * 4])
+    data["attention_mask"][5, PROMPT - 5 : PROMPT] = 1
+    assert len(longest_row(data, ours.arguments, padded=True)["pixel_values"][0]) == 16
+    output = ours.forward_backward(data)
+    assert output.metrics["oom_recoveries"] == 0
+    return output.metrics["microbatch_rows"]
 
 
 def logs() -> list[str]:

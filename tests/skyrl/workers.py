@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from skyrl.backends.skyrl_train.distributed import fsdp_utils
 from skyrl.backends.skyrl_train.distributed.dispatch import MeshRank
-from skyrl.backends.skyrl_train.training_batch import TrainingInputBatch
+from skyrl.backends.skyrl_train.training_batch import TensorList, TrainingInputBatch
 from skyrl.backends.skyrl_train.workers.fsdp.fsdp_worker import (
     FSDPCriticWorkerBase,
     FSDPPolicyWorkerBase,
@@ -22,7 +22,7 @@ from skyrl.backends.skyrl_train.workers.fsdp.fsdp_worker import (
 from skyrl.train.config import SkyRLTrainConfig
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
-from transformers import Qwen2Config, Qwen2ForCausalLM
+from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2VLConfig, Qwen2VLForConditionalGeneration
 
 KINDS: dict[str, type] = {
     "policy": FSDPPolicyWorkerBase,
@@ -31,6 +31,8 @@ KINDS: dict[str, type] = {
 }
 PROMPT, ANSWER = 6, 10
 VOCABULARY = 128
+IMAGE, PATCH = 120, 4
+"""The token of a part of an image, above all tokens of text, and the pixels of a patch."""
 
 
 def use_cpus() -> None:
@@ -51,15 +53,26 @@ def use_cpus() -> None:
     fsdp_utils.torch.empty = lambda *args, **kwargs: empty(*args, **{**kwargs, "device": "cpu"})
 
 
-def tiny_model(folder: str) -> str:
+def tiny_model(folder: str, *, images: bool = False) -> str:
+    """Save a model, which takes images if `images`, and return the folder."""
     torch.manual_seed(0)
+    if images:
+        rope = {"rope_type": "default", "type": "mrope", "mrope_section": [1, 1, 2], "rope_theta": 10_000.0}
+        text = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+        text |= {"num_attention_heads": 4, "num_key_value_heads": 2, "rope_parameters": rope}
+        vision = {"depth": 1, "embed_dim": 32, "hidden_size": 32, "num_heads": 2, "patch_size": PATCH, "mlp_ratio": 2}
+        ids = {"image_token_id": IMAGE, "vision_start_token_id": IMAGE + 1, "vision_end_token_id": IMAGE + 2}
+        ids |= {"video_token_id": IMAGE + 3}
+        made = Qwen2VLConfig(text_config=text, vision_config=vision, tie_word_embeddings=False, **ids)
+        Qwen2VLForConditionalGeneration(made).save_pretrained(folder)
+        return folder
     sizes = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
     Qwen2ForCausalLM(Qwen2Config(**sizes, **heads, tie_word_embeddings=False)).save_pretrained(folder)
     return folder
 
 
-def config(kind: str, path: str, overrides: Sequence[str] = ()) -> Any:
+def config(kind: str, path: str, overrides: Sequence[str] = (), layer: str = "Qwen2DecoderLayer") -> Any:
     """Return the part of SkyRL's config that workers get."""
     role = {"reference": "ref"}.get(kind, kind)
     made = SkyRLTrainConfig.from_cli_overrides(
@@ -72,7 +85,7 @@ def config(kind: str, path: str, overrides: Sequence[str] = ()) -> Any:
             "trainer.micro_train_batch_size_per_gpu=4",
             "trainer.micro_forward_batch_size_per_gpu=4",
             "trainer.gradient_checkpointing=false",
-            f"trainer.{role}.fsdp_config.wrap_policy.transformer_layer_cls_to_wrap=Qwen2DecoderLayer",
+            f"trainer.{role}.fsdp_config.wrap_policy.transformer_layer_cls_to_wrap={layer}",
             *overrides,
         ]
     ).trainer
@@ -87,13 +100,13 @@ def join_ranks(made: Any) -> None:
     made.mesh_rank = MeshRank(dp=rank, sp=0, tp=0, pp=0, world_size=ranks, dp_size=ranks, pp_size=1)
 
 
-def worker(kind: str, base: type | None = None, overrides: Sequence[str] = ()) -> Any:
+def worker(kind: str, base: type | None = None, overrides: Sequence[str] = (), *, images: bool = False) -> Any:
     """Collective: return a worker with a tiny model. It is initialized as by SkyRL, except for its groups of ranks."""
     with tempfile.TemporaryDirectory() as folder:
-        paths = [tiny_model(folder)]  # transformers saves it on rank 0
+        paths = [tiny_model(folder, images=images)]  # transformers saves it on rank 0
         dist.broadcast_object_list(paths)
         made = (base or KINDS[kind])(
-            cfg=config(kind, paths[0], overrides),
+            cfg=config(kind, paths[0], overrides, "Qwen2VLDecoderLayer" if images else "Qwen2DecoderLayer"),
             world_size=dist.get_world_size(),
             rank=dist.get_rank(),
             local_rank=dist.get_rank(),
@@ -107,14 +120,14 @@ def worker(kind: str, base: type | None = None, overrides: Sequence[str] = ()) -
     return made
 
 
-def batch(rows: int = 8, seed: int = 7) -> Any:
+def batch(rows: int = 8, seed: int = 7, *, images: bool = False) -> Any:
     """Return a batch of this rank, as SkyRL's trainer makes it: prompts padded on the left, answers on the right.
 
     The seed is that of the lengths.
     """
     rank = dist.get_rank() if dist.is_initialized() else 0
     random, lengths = torch.Generator().manual_seed(rank), torch.Generator().manual_seed(seed)
-    sequences = torch.randint(3, VOCABULARY, (rows, PROMPT + ANSWER), generator=random)
+    sequences = torch.randint(3, IMAGE, (rows, PROMPT + ANSWER), generator=random)
     prompts = torch.randint(2, PROMPT + 1, (rows,), generator=lengths)
     answers = torch.randint(3, ANSWER + 1, (rows,), generator=lengths)
     prompt_mask = (torch.arange(PROMPT)[None] >= PROMPT - prompts[:, None]).long()
@@ -138,6 +151,12 @@ def batch(rows: int = 8, seed: int = 7) -> Any:
         }
     )
     data.metadata = {"response_length": ANSWER}
+    if images:  # each prompt ends with an image of 2 x 4 patches, which are two tokens
+        sequences[:, PROMPT - 3 : PROMPT] = torch.tensor([IMAGE + 1, IMAGE, IMAGE])
+        data["attention_mask"][:, PROMPT - 3 : PROMPT] = 1
+        pixels = torch.randn(rows, 8, 2 * 3 * PATCH**2, generator=random)
+        data["pixel_values"] = TensorList(list(pixels))
+        data["image_grid_thw"] = TensorList([torch.tensor([[1, 2, 4]])] * rows)
     return data
 
 

@@ -237,23 +237,24 @@ class WorkerPasses:
 
 
 def longest_row(data: TrainingInputBatch, arguments: Any, *, padded: bool) -> TrainingInputBatch:
-    """Return the first row of a batch, extended to the longest prompt and answer. All tokens of the answer are targets.
+    """Return the first row of a batch, or that with the largest images, extended to the longest prompt and answer.
 
-    If rows are `padded`, one token of the prompt is masked. Without a mask, attention may need less memory.
+    All tokens of the answer are targets. If rows are `padded`, one token of the prompt is masked, because attention may
+    need less memory without a mask.
     """
-    width, answer = data["sequences"].shape[1], data.metadata["response_length"]
-    longest_answer = max(answer, arguments.max_generate_length)
-    widths = {width: max(width - answer, arguments.max_prompt_length) + longest_answer, answer: longest_answer}
+    width, answer, images = data["sequences"].shape[1], data.metadata["response_length"], data.get("pixel_values")
+    before, after = arguments.max_prompt_length - (width - answer), max(0, arguments.max_generate_length - answer)
+    chosen = 0 if images is None else max(range(len(data)), key=lambda row: images[row].numel())
 
     def extended(name: str, value: Any) -> Any:
-        row = None if value is None else value[torch.tensor([0])]
-        if not isinstance(row, Tensor) or row.dim() != 2 or row.shape[1] not in widths:
+        row = None if value is None else value[torch.tensor([chosen])]
+        if not isinstance(row, Tensor) or row.dim() != 2 or row.shape[1] not in (width, answer):
             return row  # images, for example
-        length = widths[row.shape[1]]
-        row = row.repeat(1, -(-length // row.shape[1]))[:, :length]
+        start, end = -max(0, before) if row.shape[1] == width else 0, row.shape[1] + after
+        row = row[:, torch.arange(start, end).clamp(0, row.shape[1] - 1)]  # repeats the first and the last token
         return torch.ones_like(row) if name.endswith("_mask") else row
 
     longest = TrainingInputBatch({name: extended(name, value) for name, value in data.items()})
     longest["attention_mask"][:, : int(padded)] = 0
-    longest.metadata = {**data.metadata, "response_length": longest_answer}
+    longest.metadata = {**data.metadata, "response_length": answer + after}
     return longest
