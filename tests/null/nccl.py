@@ -31,7 +31,7 @@ from tests.null.processes import OnNull, null_processes
 from tests.ranks import RankFailed, RanksHung
 from torchtune_adaptive.engine.collectives import CollectiveLedger
 from torchtune_adaptive.null_cuda import set_card
-from torchtune_adaptive.null_cuda.check import check
+from torchtune_adaptive.null_cuda.check import Replay
 from torchtune_adaptive.rehearse.recording import start_recording
 
 BACKENDS = ("nccl", "nccl-lazy", "nccl-legacy")
@@ -98,7 +98,7 @@ def swept(
             print(f"{case.name}: {error}", file=sys.stderr)
             hung = isinstance(error, RanksHung)
             found = [(backend, Outcome(injected=not hung, hung=hung))]
-        report = check(folder)
+        report = Replay(folder)
     [(name, outcome)] = {*found}
     return Checked(name, outcome, report.calls, report.problems)
 

@@ -21,13 +21,13 @@ from torchtune_adaptive.null_cuda import MAX_DEVICES, NullCudaError
 from torchtune_adaptive.rehearse.gpus import GPUS, Gpu, local_gpu
 from torchtune_adaptive.rehearse.real import Comparison, run_real
 from torchtune_adaptive.rehearse.remedies import try_remedies
-from torchtune_adaptive.rehearse.result import RehearsalResult
+from torchtune_adaptive.rehearse.result import Outcome, RehearsalResult
 from torchtune_adaptive.rehearse.start import RankSettings, check_command, rehearse, rehearse_quietly
 from torchtune_adaptive.rehearse.sweep import SweepRow, as_table, compare, largest, range_in
 
 STEPS = 10
 GPU = "h100"
-FAILED = 2
+FAILED, HANGS = 2, 3
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -147,7 +147,7 @@ def _run(options: argparse.Namespace, command: list[str], cards: list[Gpu], sett
         print(shown.as_text())
         if remedies is not None:
             print(f"\n{as_table(remedies) if remedies else 'no other argument was found with which it fits'}")
-    return _status(found.answer)
+    return HANGS if found.outcome is Outcome.HANGS else _status(found.answer)
 
 
 def _compare(options: argparse.Namespace, command: list[str], cards: list[Gpu], settings: RankSettings) -> int:

@@ -12,6 +12,7 @@ import os
 import re
 import sys
 import threading
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
@@ -31,6 +32,7 @@ from torchtune_adaptive.null_cuda import used_convolutions, used_flops, used_mem
 from torchtune_adaptive.rehearsal_flag import REHEARSAL
 from torchtune_adaptive.rehearse.fake_ranks import after_import
 from torchtune_adaptive.rehearse.memory_history import UPDATE, MemoryHistory, memory_by_holder
+from torchtune_adaptive.rehearse.recording import lines_of
 from torchtune_adaptive.rehearse.result import FIXED, INTEGER
 from torchtune_adaptive.rehearse.start import CannotRehearse, RankSettings
 from torchtune_adaptive.rehearse.step_trace import RECORDER
@@ -143,6 +145,7 @@ class StepRecorder:
         self.notes |= {note for note, applies in conditions.items() if applies}
         facts = {
             "error": message,
+            "lines": lines_of(reversed([*traceback.walk_tb(error.__traceback__)])) if error else "",
             "by_memory": _is_out_of_memory(error),
             "idle": idle,
             "stopped": stopped,
