@@ -33,7 +33,7 @@ from tests.ranks import RankFailed, RanksHung
 from torchtune_adaptive.atomic_files import read_json
 from torchtune_adaptive.engine.collectives import CollectiveLedger
 from torchtune_adaptive.null_cuda import set_card
-from torchtune_adaptive.null_cuda.check import check
+from torchtune_adaptive.null_cuda.check import Replay
 from torchtune_adaptive.rehearse.recording import start_recording
 from torchtune_adaptive.rl.stages import TRAIN_POLICY
 from torchtune_adaptive.tune.preference import POLICY
@@ -118,7 +118,7 @@ def swept(
             print(f"{case.name}: {error}", file=sys.stderr)
             hung = isinstance(error, RanksHung)
             found = [(backend, Outcome(injected=not hung, hung=hung))]
-        report = check(folder)
+        report = Replay(folder)
     [(name, outcome)] = {*found}
     return Checked(name, outcome, report.calls, report.problems)
 

@@ -21,7 +21,7 @@ from tests.ranks import use_next_port
 from torchtune_adaptive.engine.results import Totals
 from torchtune_adaptive.errors import CollectiveFailedError
 from torchtune_adaptive.null_cuda import set_memory
-from torchtune_adaptive.null_cuda.check import check
+from torchtune_adaptive.null_cuda.check import Replay
 from torchtune_adaptive.tune.distributed import join_on
 
 SAMPLED = 3  # operations of a step
@@ -93,7 +93,7 @@ def exchange() -> None:
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_small_tensors_and_objects_reach_the_other_ranks(on_null: OnNull, tmp_path: Path, backend: str) -> None:
     on_null(record_on_rank, str(tmp_path), f"cuda:{backend}", exchange, ranks=3, in_group=False)
-    report = check(tmp_path)
+    report = Replay(tmp_path)
     assert report.problems == []
     assert report.calls > 12
 

@@ -143,6 +143,7 @@ FAILS = """
     import os, sys, time, torch, torch.distributed as dist
 
     dist.init_process_group("nccl")
+    torch.cuda.set_device(dist.get_rank())
     model = torch.nn.Linear(8, 8, device="cuda")
     optimizer = torch.optim.SGD(model.parameters())
     count = torch.tensor([1]).cuda()
@@ -158,7 +159,7 @@ FAILS = """
 @pytest.mark.parametrize(
     ("error", "status", "verdict"),
     [
-        ("raise ValueError('no such data')", 2, "no answer: the script failed in step 4: ValueError: no such data"),
+        ("raise ValueError('no such data')", 3, "hangs: ranks 0, 2 wait for rank 1 at train.py:14"),
         ("torch.empty(2**40, device='cuda')", 1, "does not fit: out of memory in step 4 on rank 1 of 3, "),
         ("os.kill(os.getpid(), 9)", 2, "no answer: signal 9 (Killed) ended the script in step 4"),
         ("time.sleep(3)", 0, "fits: "),

@@ -15,8 +15,8 @@ from torchtune_adaptive.formatting import parse_amount
 from torchtune_adaptive.null_cuda.build import NullCudaError, build
 
 __all__ = [
-    "MAX_DEVICES", "NullCudaError", "build", "environment", "record_host_call", "record_lines", "set_card",
-    "set_memory", "used_convolutions", "used_flops", "used_memory", "used_workspaces",
+    "MAX_DEVICES", "NullCudaError", "build", "environment", "record", "record_lines", "set_card", "set_memory",
+    "settle", "used_convolutions", "used_flops", "used_memory", "used_workspaces",
 ]  # fmt: skip
 
 MAX_DEVICES = 16
@@ -74,9 +74,14 @@ def record_lines(line: Callable[[], str]) -> None:
     _function("null_cuda_set_caller")(_callbacks[-1])
 
 
-def record_host_call(group: str, ranks: int, what: str) -> None:
-    """Add to the recording that the host waits for the other ranks of a group, for example in a collective of gloo."""
-    _function("null_cuda_host_call")(group.encode(), ctypes.c_int(ranks), what.encode())
+def record(*fields: object) -> None:
+    """Add a line to the recording."""
+    _function("null_cuda_record")("\t".join(map(str, fields)).encode())
+
+
+def settle(address: int, size: int) -> None:
+    """Wait until data that is sent to this memory, in a recording, has arrived."""
+    _function("null_cuda_settle")(ctypes.c_void_p(address), ctypes.c_size_t(size))
 
 
 def used_memory(*, device: int = 0, pinned: bool = False, managed: bool = False) -> int:

@@ -1,39 +1,54 @@
 """Finds calls of NCCL that would hang on GPUs: python -m torchtune_adaptive.null_cuda.check FOLDER, with recordings.
 
-The calls of all ranks are compared in each communicator, and replayed as on GPUs: streams run concurrently, a call
-waits for its peers and for earlier calls of its communicator, an event wait blocks its stream, a synchronization blocks
-the host. What is left at the end would hang.
+The recordings of all ranks are replayed as on GPUs: streams run concurrently, a call waits for equal calls of its peers
+and for earlier calls of its communicator, an event wait blocks its stream, a synchronization blocks the host. What is
+left at the end would hang.
 """
 
 from __future__ import annotations
 
 import sys
 from collections import Counter, defaultdict, deque
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator
 from itertools import zip_longest
 from pathlib import Path
 from typing import NamedTuple
 
+from torchtune_adaptive.formatting import count_of
+
 Lane = tuple[str, str]
 """A communicator or, for a collective on hosts, their group. For messages, also the sender and the receiver."""
 _ON_STREAM = ("call", "record", "wait")
+NO_STREAM = "of "
+"""Begins the name of a queue of calls for which nothing waits."""
 _CREATION = "creation"
 """Instead of a sender and a receiver: the lane in which ranks create the communicator."""
+_CREATES = "creates it"
 
 
 class NcclCall(NamedTuple):
     """A call that waits for other ranks."""
 
     lane: Lane
-    side: str
-    """Who calls: "rank 3" or, for messages, "rank 3 sends" and "rank 3 receives"."""
+    rank: str
+    """Who calls: "rank 3"."""
+    verb: str
+    """For messages "sends" or "receives"."""
     position: int
     """Its number in the lane, from 1."""
     what: str
     line: str
+    """The line of Python; before it, after " < ", the lines that led to it."""
+    order: int
+    """Its place among the calls of its rank."""
+
+    @property
+    def side(self) -> str:
+        """Who calls: "rank 3" or, for messages, "rank 3 sends" and "rank 3 receives"."""
+        return f"{self.rank} {self.verb}".strip()
 
     def __str__(self) -> str:
-        return f"{self.what} at {self.line}" if self.line else self.what
+        return f"{self.what} at {self.line.partition(' < ')[0]}" if self.line else self.what
 
 
 class _Instruction(NamedTuple):
@@ -46,120 +61,209 @@ class _Instruction(NamedTuple):
     calls: tuple[NcclCall, ...] = ()
 
 
-class Report(NamedTuple):
-    """What `check` has found."""
+class Other(NamedTuple):
+    """A rank that does not meet a call."""
 
-    ranks: int
-    calls: int
-    """Calls compared; a call that several ranks make together counts once."""
-    problems: list[str]
+    rank: str
+    """Empty for a rank that does not create the communicator."""
+    side: str
+    call: NcclCall | None
+    """Its call at the same position, if it has one."""
 
 
-class _Recording:
+class Waiting(NamedTuple):
+    """A call that never completes."""
+
+    call: NcclCall
+    others: list[Other]
+
+
+class Recording:
+    """What a rank has recorded."""
+
     def __init__(self, path: Path) -> None:
-        self.name = path.name.replace("rank", "rank ")
+        """Read a file; a last line that is not complete is left out."""
+        self.name = f"rank {path.name.removeprefix('rank')}"
         self.places: dict[str, tuple[int, int]] = {}
-        """The number of this rank in each communicator, and the size of the communicator."""
-        self.calls: defaultdict[Lane, defaultdict[str, list[NcclCall]]] = defaultdict(lambda: defaultdict(list))
-        self.commands = list[_Instruction]()
-        recorded, launch, at_launch = Counter[str](), ("", ""), 0
-        for line in path.open():
-            match line.rstrip("\n").split("\t"):
-                case "host", group, number, size, what, at:
+        """Its number of the rank in each communicator, and the size of the communicator."""
+        self.descriptions: dict[str, str] = {}
+        self.calls: defaultdict[tuple[Lane, str], list[NcclCall]] = defaultdict(list)
+        """The calls of each lane and verb."""
+        self.threads: defaultdict[str, list[_Instruction]] = defaultdict(list)
+        """The instructions of the host, and of further threads that wait for other ranks."""
+        self.lines = set[str]()
+        commands, description = self.threads[""], ""
+        recorded, launches, launch = Counter[str](), dict[tuple[str, str], int](), ("", "")
+        for line in path.read_text().split("\n")[:-1]:
+            match line.split("\t"):
+                case "describe", description:
+                    pass
+                case "place", group, number, size, text:
+                    self.places[group], self.descriptions[group] = (int(number), int(size)), text
+                case "host", group, number, size, what, at, thread, *message:
                     self.places.setdefault(group, (int(number), int(size)))
-                    lane = group, "" if number == "-1" else _CREATION
-                    self.commands.append(_Instruction("host", "", 0, calls=(self._call(lane, "", what, at),)))
-                case "call", group, between, side, what, at, stream, number:
-                    call = self._call((group, between), side, what, at)
+                    between, verb = message or ("", "")
+                    if what == _CREATES:
+                        self.descriptions[group], description, between = description, "", _CREATION
+                    call = self._call((group, between), verb, what, at)
+                    self.threads[thread].append(_Instruction("host", "", 0, calls=(call,)))
+                case "call", group, between, verb, what, at, stream, number:
+                    call = self._call((group, between), verb, what, at)
                     if launch == (launch := (group, number)):  # both are between ncclGroupStart and ncclGroupEnd
-                        before = self.commands[at_launch]
-                        self.commands[at_launch] = before._replace(calls=(*before.calls, call))
+                        before = commands[launches[launch]]
+                        commands[launches[launch]] = before._replace(calls=(*before.calls, call))
                     else:
-                        at_launch = len(self.commands)
-                        self.commands.append(_Instruction("call", stream, recorded[group], group, (call,)))
-                        recorded[group] += 1
+                        launches[launch] = len(commands)
+                        order = stream if stream.startswith(NO_STREAM) else group
+                        commands.append(_Instruction("call", stream, recorded[order], order, (call,)))
+                        recorded[order] += 1
+                case "await", group, number:
+                    commands.append(commands[launches[group, number]]._replace(kind="await"))
                 case kind, subject, event:
                     recorded[event] += kind == "record"
-                    self.commands.append(
-                        _Instruction(kind, subject, recorded[subject if kind == "event" else event], event)
-                    )
+                    commands.append(_Instruction(kind, subject, recorded[subject if kind == "event" else event], event))
 
-    def _call(self, lane: Lane, side: str, what: str, line: str) -> NcclCall:
-        side = f"{self.name} {side}".strip()
-        calls = self.calls[lane][side]
-        calls.append(NcclCall(lane, side, len(calls) + 1, what, line))
+    def _call(self, lane: Lane, verb: str, what: str, line: str) -> NcclCall:
+        calls = self.calls[lane, verb]
+        order = sum(map(len, self.threads.values()))
+        calls.append(NcclCall(lane, self.name, verb, len(calls) + 1, what, line, order))
+        self.lines.update(line.split(" < "))
         return calls[-1]
 
 
-def _replay(recordings: list[_Recording], lanes: Mapping[Lane, Mapping[str, object]]) -> list[NcclCall] | None:
-    """Run all hosts and streams until nothing can move. Return the calls that wait then; None if all are complete."""
-    queues = {(each.name, ""): deque(each.commands) for each in recordings}  # of the host, then of each stream
-    done, reached = Counter[tuple[str, str]](), defaultdict[tuple[Lane, int], set[str]](set)
+class Replay:
+    """What a replay of the recordings in a folder has found."""
 
-    def waits(rank: str, command: _Instruction) -> bool:
-        for call in command.calls:
-            reached[call.lane, call.position].add(call.side)
-        met = all(reached[call.lane, call.position] >= lanes[call.lane].keys() for call in command.calls)
-        match command.kind:
-            case "call":
-                return not met or done[rank, command.event] < command.number
-            case "event":
-                return done[rank, command.subject] < command.number
-            case "stream":
-                return bool(queues.get((rank, command.subject)))
-            case "device":
-                return any(queue for (of, stream), queue in queues.items() if of == rank and stream)
-        return not met or (command.kind == "wait" and done[rank, command.event] < command.number)
+    def __init__(self, folder: Path | str, *, running: Collection[str] = (), all_ranks: bool = True) -> None:
+        """The ranks `running` may make further calls. With `all_ranks=False`, some ranks have no recording."""
+        found = map(Recording, Path(folder).glob("rank*"))
+        self.recordings = {each.name: each for each in sorted(found, key=lambda each: (len(each.name), each.name))}
+        self._running, self._all_ranks = running, all_ranks
+        self._lanes: dict[Lane, dict[str, tuple[str, list[NcclCall]]]] = {}
+        """For each lane its sides, with their rank and their calls. A side without calls is a side, too."""
+        for lane in {lane: None for rank in self.recordings.values() for lane, _ in rank.calls}:
+            self._lanes[lane] = {side: (rank, self.recordings[rank].calls[lane, verb])
+                                 for rank, verb, side in self._sides(lane)}  # fmt: skip
+        lanes = [sides for (_, between), sides in self._lanes.items() if between != _CREATION]
+        self.calls = sum(max(len(calls) for _, calls in sides.values()) for sides in lanes)
+        """Calls compared; a call that several ranks make together counts once."""
+        self.waiting = self._replay()
 
-    moves = True
-    while moves:
-        moves = False
-        for (rank, stream), queue in [*queues.items()]:
-            while queue and ((not stream and queue[0].kind in _ON_STREAM) or not waits(rank, queue[0])):
-                command, moves = queue.popleft(), True
-                if not stream and command.kind in _ON_STREAM:
-                    queues.setdefault((rank, command.subject), deque()).append(command)
-                elif command.kind in ("call", "record"):
-                    done[rank, command.event] = max(
-                        done[rank, command.event], command.number + (command.kind == "call")
-                    )
-    left = [queue[0] for queue in queues.values() if queue]
-    return [call for command in left for call in command.calls] if left else None
+    def members(self, group: str) -> list[str]:
+        """Return the ranks of a communicator."""
+        return [name for name, each in self.recordings.items() if group in each.places]
 
+    def description(self, group: str) -> str:
+        """Return torch's description of a communicator."""
+        return next((text for each in self.recordings.values() if (text := each.descriptions.get(group))), "")
 
-def check(folder: Path | str, *, all_ranks: bool = True) -> Report:
-    """Check the recordings in a folder. With `all_ranks=False`, some ranks of the job have none."""
-    ranks = sorted(map(_Recording, Path(folder).glob("rank*")), key=lambda each: (len(each.name), each.name))
-    members = {group: [each for each in ranks if group in each.places] for rank in ranks for group in rank.places}
-    names = {group: " and ".join(each.name for each in of) for group, of in members.items()}
-    lanes: dict[Lane, dict[str, list[NcclCall]]] = {lane: {} for rank in ranks for lane in rank.calls}
-    for (group, between), sides in lanes.items():
-        for rank in members[group]:  # a side without calls is a side, too
-            place = str(rank.places[group][0])
-            verbs = [verb for verb, at in zip(("sends", "receives"), between.split(">"), strict=False) if at == place]
-            for side in [f"{rank.name} {verb}" for verb in verbs] if ">" in between else [rank.name]:
-                sides[side] = rank.calls[group, between][side]
-    problems = [
-        f"only {names[group]} create a communicator of {of[0].places[group][1]} ranks"
-        for group, of in members.items()
-        if all_ranks and len(of) != of[0].places[group][1]
-    ]
-    for (group, _), sides in lanes.items():
-        for number, calls in enumerate(zip_longest(*sides.values()), 1):
-            if len({call and call.what for call in calls}) > 1:
-                found = "; ".join(f"{side}: {call or 'nothing'}" for side, call in zip(sides, calls, strict=True))
-                problems.append(f"communicator of {names[group]}, call {number}: {found}")
-                break
-    if not problems and (waiting := _replay(ranks, lanes)) is not None:
-        found = "; ".join(
-            f"{each.side} waits in call {each.position} of {names[each.lane[0]]}: {each}" for each in waiting
+    def _sides(self, lane: Lane) -> list[tuple[str, str, str]]:
+        group, between = lane
+        if ">" not in between:
+            return [(name, "", name) for name in self.members(group)]
+        places = {str(self.recordings[name].places[group][0]): name for name in self.members(group)}
+        ends = zip(between.split(">"), ("sends", "receives"), strict=True)
+        return [(places[place], verb, f"{places[place]} {verb}") for place, verb in ends if place in places]
+
+    def _replay(self) -> list[Waiting]:
+        """Run all hosts and streams until nothing can move. Return the first call of each rank that waits then."""
+        names = self.recordings
+        queues = {(name, thread): deque(commands) for name in names for thread, commands in names[name].threads.items()}
+        hosts = {*queues}
+        done = Counter[tuple[str, str]]()
+        issued = defaultdict[tuple[Lane, int], dict[str, str]](dict)
+        reached = defaultdict[tuple[Lane, int], dict[str, str]](dict)
+
+        def may_come(rank: str) -> bool:
+            return rank in self._running and not queues.get((rank, ""))
+
+        def missing(call: NcclCall, where: dict[tuple[Lane, int], dict[str, str]]) -> list[str]:
+            """Return the sides that do not meet a call."""
+            there, sides = where[call.lane, call.position], self._lanes[call.lane]
+            found = [side for side, (rank, calls) in sides.items() if there.get(side) != call.what
+                     and not (may_come(rank) and len(calls) < call.position)]  # fmt: skip
+            size = names[call.rank].places[call.lane[0]][1]
+            if self._all_ranks and ">" not in call.lane[1] and len(sides) < size:
+                late = [rank for rank in self._running if rank not in sides and not queues.get((rank, ""))]
+                found += [""] * (len(sides) + len(late) < size)
+            return found
+
+        def waits(rank: str, command: _Instruction) -> bool:
+            for call in command.calls:
+                reached[call.lane, call.position][call.side] = call.what
+            met = not any(missing(call, issued if command.kind == "await" else reached) for call in command.calls)
+            match command.kind:
+                case "call":
+                    return not met or done[rank, command.event] < command.number
+                case "event":
+                    return done[rank, command.subject] < command.number
+                case "stream":
+                    return bool(queues.get((rank, command.subject)))
+                case "device":
+                    streams = (key for key in queues if key[0] == rank and key not in hosts)
+                    return any(queues[key] for key in streams if not key[1].startswith(NO_STREAM))
+            return not met or (command.kind == "wait" and done[rank, command.event] < command.number)
+
+        moves = True
+        while moves:
+            moves = False
+            for (rank, stream), queue in [*queues.items()]:
+                while queue and ((not stream and queue[0].kind in _ON_STREAM) or not waits(rank, queue[0])):
+                    command, moves = queue.popleft(), True
+                    if not stream and command.kind in _ON_STREAM:
+                        queues.setdefault((rank, command.subject), deque()).append(command)
+                        for call in command.calls:
+                            issued[call.lane, call.position][call.side] = call.what
+                    elif command.kind in ("call", "record"):
+                        done[rank, command.event] = max(
+                            done[rank, command.event], command.number + (command.kind == "call")
+                        )
+        first: dict[str, Waiting] = {}
+        for command in (queue[0] for queue in queues.values() if queue):
+            for call in command.calls:
+                sides = missing(call, issued if command.kind == "await" else reached)
+                if sides and (call.rank not in first or call.order < first[call.rank].call.order):
+                    first[call.rank] = Waiting(call, [self._other(call, side) for side in sides])
+        return [first[name] for name in names if name in first]
+
+    def _other(self, like: NcclCall, side: str) -> Other:
+        rank, calls = self._lanes[like.lane][side] if side else ("", [])
+        return Other(rank, side, calls[like.position - 1] if len(calls) >= like.position else None)
+
+    def pairs(self, call: NcclCall, rank: str) -> Iterator[tuple[NcclCall, NcclCall | None]]:
+        """Yield this and earlier calls at which another rank is at another line, each pair of lines once."""
+        mine = self.recordings[call.rank].calls[call.lane, call.verb][: call.position]
+        others = (calls for name, calls in self._lanes[call.lane].values() if name == rank)
+        pairs = zip_longest(mine, next(others, [])[: call.position])
+        different: dict[tuple[str, str | None], tuple[NcclCall, NcclCall | None]] = {}
+        for one, other in pairs:
+            different.setdefault((one.line, other and other.line), (one, other))
+        yield from (pair for lines, pair in different.items() if lines[0] != lines[1])
+
+    @property
+    def problems(self) -> list[str]:
+        """Ranks that wait for calls that no rank makes, for each communicator; if there are none, a deadlock."""
+        found, stuck = list[str](), {each.call.rank for each in self.waiting}
+        for call, others in self.waiting:
+            group = call.lane[0]
+            names = " and ".join(self.members(group))
+            size = self.recordings[call.rank].places[group][1]
+            calls = dict(sorted({call.side: call, **{each.side: each.call for each in others}}.items()))
+            if any(not each.rank for each in others):
+                found.append(f"only {names} create a communicator of {count_of(size, 'rank')}")
+            elif any(each.call.what != call.what if each.call else each.rank not in stuck for each in others):
+                texts = "; ".join(f"{side}: {each or 'nothing'}" for side, each in calls.items())
+                found.append(f"communicator of {names}, call {call.position}: {texts}")
+        deadlock = "; ".join(
+            f"{each.call.side} waits in call {each.call.position} of {' and '.join(self.members(each.call.lane[0]))}: "
+            f"{each.call}"
+            for each in self.waiting
         )
-        problems.append(f"deadlock: {found}")
-    compared = sum(max(map(len, sides.values())) for (_, between), sides in lanes.items() if between != _CREATION)
-    return Report(len(ranks), compared, problems)
+        return [*dict.fromkeys(found)] or [f"deadlock: {deadlock}"] * bool(deadlock)
 
 
 if __name__ == "__main__":
-    report = check(sys.argv[1])
-    print(*report.problems, f"{report.ranks} ranks, {report.calls} calls, {len(report.problems)} problems", sep="\n")
+    report = Replay(sys.argv[1])
+    summary = f"{len(report.recordings)} ranks, {report.calls} calls, {len(report.problems)} problems"
+    print(*report.problems, summary, sep="\n")
     sys.exit(3 if report.problems else 0)

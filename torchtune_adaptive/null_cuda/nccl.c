@@ -31,6 +31,7 @@ typedef struct Receipt { // a collective whose result was not read yet
   int kind, type, what; // `what` is a root, reduction or peer
   size_t count;
   char *out; // NULL if it was freed or overwritten since
+  int launch;
   struct Receipt *next;
 } Receipt;
 
@@ -76,11 +77,10 @@ static const char *caller(char *out, size_t bytes) {
   return out;
 }
 
-// Python: the function that finds the line of Python that calls, and a call on the host that waits for other ranks, such as gloo's.
+// Python: the function that finds the line of Python that calls, and further lines for the recording, such as calls of gloo.
 API void null_cuda_set_caller(void (*function)(char *, size_t)) { find_caller = function; }
-API void null_cuda_host_call(const char *group, int ranks, const char *what) {
-  char at[256];
-  if (records()) say("host\t%s\t-1\t%d\t%s\t%s\n", group, ranks, what, caller(at, sizeof at));
+API void null_cuda_record(const char *line) {
+  if (records()) say("%s\n", line);
 }
 
 // Order of the work on streams. `wait` is only recorded for cudaStreamWaitEvent, since work on a stream waits for all earlier work.
@@ -181,7 +181,7 @@ static int overlaps(Receipt *r, const char *at, size_t bytes) { return r->out &&
 
 // Delivers what has arrived, and waits for the results in this range, if there are any.
 static void settle(const char *at, size_t bytes) {
-  for (;;) {
+  for (int round = 0;; round++) {
     int waits = 0;
     pthread_mutex_lock(&lock);
     for (Receipt **each = &receipts; *each;) {
@@ -191,7 +191,10 @@ static void settle(const char *at, size_t bytes) {
         *each = r->next;
         free(r);
       } else {
-        waits |= bytes && overlaps(r, at, bytes);
+        if (bytes && overlaps(r, at, bytes)) {
+          if (!round) say("await\t%lx\t%d\n", (long)r->of->id, r->launch);
+          waits = 1;
+        }
         each = &r->next;
       }
     }
@@ -204,6 +207,9 @@ void before_copy(const void *to, const void *from, size_t bytes) {
   if (!records() || !receipts) return;
   settle(from, bytes);
   before_release(to, bytes);
+}
+API void null_cuda_settle(const void *at, size_t bytes) { // before Python reads without a copy
+  if (records() && receipts) settle(at, bytes);
 }
 void before_release(const void *at, size_t bytes) {
   if (!records() || !receipts) return;
@@ -224,7 +230,7 @@ API void null_cuda_fail_nccl_after(int calls) { fails_after = calls; }
 static int launch, depth; // calls between ncclGroupStart and ncclGroupEnd have the same number of a launch
 
 static int call(int kind, const void *in, void *out, size_t count, int type, int what, Communicator *c, void *stream) {
-  char at[256];
+  char at[512];
   if (fails_after >= 0 && fails_after-- == 0) return 1; // ncclUnhandledCudaError
   if (!records()) return SUCCESS;
   int op = what % 8 > AVERAGE ? AVERAGE + 1 : what % 8, root = kind == REDUCE_TO ? what / 8 : what;
@@ -236,6 +242,7 @@ static int call(int kind, const void *in, void *out, size_t count, int type, int
   if (kind == BROADCAST || kind == REDUCE_TO || kind == GATHER) snprintf(details + strlen(details), 32, ", root %d", root);
   say("call\t%lx\t%s\t%s\t%s of %zu %s%s\t%s\t%lx\t%d\n", (long)c->id, between, kind >= SEND ? kinds[kind] : "",
     kind >= SEND ? "a message" : kinds[kind], count, type_names[type], details, caller(at, sizeof at), (long)stream, launch);
+  int number = launch;
   launch += !depth;
   size_t bytes = count * type_bytes[type];
   if (bytes > (type < HALF ? MOST_BYTES : MOST_FLOAT_BYTES)) return SUCCESS;
@@ -247,7 +254,7 @@ static int call(int kind, const void *in, void *out, size_t count, int type, int
   }
   if (kind != SEND) {
     Receipt *r = malloc(sizeof *r), **last = &receipts;
-    *r = (Receipt){c, kind, type, what, count, out, NULL};
+    *r = (Receipt){c, kind, type, what, count, out, number, NULL};
     before_release(out, result_bytes(r));
     while (*last) last = &(*last)->next;
     *last = r;
@@ -278,10 +285,10 @@ API int ncclGroupEnd(void) { return launch += !--depth, SUCCESS; }
 
 // Communicators.
 static int new_communicator(Communicator **out, int ranks, int rank, uint64_t id) {
-  char at[256];
+  char at[512];
   Communicator *c = *out = calloc(1, sizeof *c);
   *c = (Communicator){ranks, rank, 0, id, calloc(ranks, sizeof(Channel)), calloc(ranks, sizeof(Channel)), calloc(ranks, sizeof(Channel))};
-  if (records()) say("host\t%lx\t%d\t%d\tcreates it\t%s\n", (long)id, rank, ranks, caller(at, sizeof at));
+  if (records()) say("host\t%lx\t%d\t%d\tcreates it\t%s\t\n", (long)id, rank, ranks, caller(at, sizeof at));
   return SUCCESS;
 }
 static uint64_t id_of(const UniqueId *from) { return *(const uint64_t *)from; }

@@ -20,13 +20,13 @@ from torchtune_adaptive.formatting import parse_amount
 from torchtune_adaptive.null_cuda import MAX_DEVICES, NullCudaError
 from torchtune_adaptive.rehearse.gpus import GPUS, Gpu, local_gpu
 from torchtune_adaptive.rehearse.real import Comparison, run_real
-from torchtune_adaptive.rehearse.result import MOST_INVERTED, RehearsalResult
+from torchtune_adaptive.rehearse.result import MOST_INVERTED, Outcome, RehearsalResult
 from torchtune_adaptive.rehearse.start import RankSettings, check_command, rehearse, rehearse_quietly
 from torchtune_adaptive.rehearse.sweep import SweepRow, as_table, compare, largest, range_in
 
 STEPS = 10
 GPU = "h100"
-FAILED = 2
+FAILED, HANGS = 2, 3
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -136,7 +136,7 @@ def _run(options: argparse.Namespace, command: list[str], cards: list[Gpu], sett
         settings = settings._replace(rank=found.rank, ranks=found.ranks, devices=found.visible_devices)
         shown = Comparison(rehearse(command, local_gpu(found.gpu), settings), found)
     print(json.dumps(shown.as_dict(), indent=2) if options.format == "json" else shown.as_text())
-    return _status(found.answer)
+    return HANGS if found.outcome is Outcome.HANGS else _status(found.answer)
 
 
 def _inverted(

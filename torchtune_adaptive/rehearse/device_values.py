@@ -14,14 +14,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import FakeWork
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim.optimizer import _get_value
 from torch.utils._device import _device_constructors
 from torch.utils._pytree import tree_leaves, tree_map
 
+from torchtune_adaptive.null_cuda import settle
 from torchtune_adaptive.rehearse.fake_ranks import after_import
 from torchtune_adaptive.rehearse.guesses import TORCH, GuessedFloat, Guesses, caller
+from torchtune_adaptive.rehearse.recording import record_fake
 from torchtune_adaptive.rehearse.result import INTEGER, MASK, NEEDS_OTHERS, ROUTING
 
 LARGE, LARGE_TO_SEND = 2**23, 2**20
@@ -41,7 +42,7 @@ _CREATE = ("full", "ones", "zeros", "arange", "full_like", "ones_like", "zeros_l
 _MESSAGES = (
     "allreduce_", "allreduce_coalesced_", "broadcast_", "reduce_", "allgather_", "_allgather_base_",
     "allgather_into_tensor_coalesced_", "gather_", "scatter_", "alltoall_", "alltoall_base_", "send", "recv_",
-    "recv_any_source_",
+    "recv_any_source_", "reduce_scatter_", "_reduce_scatter_base_", "reduce_scatter_tensor_coalesced_",
 )  # fmt: skip
 """Operations of process groups."""
 _BETWEEN_TWO = ("send", "recv_", "recv_any_source_")
@@ -146,7 +147,7 @@ class DeviceValues:
             self._messages.impl(name, partial(self._carry, operation, kernel), "CUDA", with_keyset=True)
 
     def _carry(self, operation: Any, kernel: Any, keys: Any, *args: Any) -> Any:
-        """Run a collective: if other ranks run, by gloo and only for small tensors; otherwise, by the fake group."""
+        """Run a collective, and note whether it returns known values: in a recording, small ones of other ranks."""
         boxed = {str(each._type()).rpartition(".")[2]: each for each in args if isinstance(each, torch.ScriptObject)}
         group, name = dist.ProcessGroup.unbox(boxed["ProcessGroup"]), operation.__name__
         reduction: Any = dist.ReduceOp.unbox(boxed["ReduceOp"]) if "ReduceOp" in boxed else None
@@ -156,16 +157,16 @@ class DeviceValues:
         together = dist.get_backend(group) != "fake"
         if self.alone and not together and name in _BETWEEN_TWO:
             raise RuntimeError(f"{name.rstrip('_')} is {NEEDS_OTHERS}")
-        # This condition is the same on all ranks of a group. gloo does not support averages.
-        small = all(_is_small(each) for each in (*written, *sent)) and reduction != dist.ReduceOp.AVG
-        known = small and all(self._source_of(each) is Source.HOST for each in sent)
+        known = all(_is_small(each) and self._source_of(each) is Source.HOST for each in sent)
+        if not together and name == "_allgather_base_":
+            # NCCL compares numbers of elements only, but a fake group compares shapes
+            args = (args[0].view(-1), args[1].reshape(-1), *args[2:])
+        if not together and not name.startswith(("send", "recv")):
+            record_fake(group, name, sent)
+        result = kernel.call_boxed(keys, *args)
         if together:
-            result = operation(*tree_map(_on_host, args)) if small else FakeWork().boxed()
-            known |= small and name in _RECEIVING
+            known |= name in _RECEIVING and all(map(_is_small, written))
         else:
-            if name == "_allgather_base_":  # NCCL compares numbers of elements only, but a fake group compares shapes
-                args = (args[0].view(-1), args[1].reshape(-1), *args[2:])
-            result = kernel.call_boxed(keys, *args)
             for each in written if known and reduction == dist.ReduceOp.SUM else ():
                 _on_host(each).mul_(group.size())
             if known and name == "alltoall_base_" and not args[3]:  # all ranks send the same data, in equal parts
@@ -173,8 +174,7 @@ class DeviceValues:
                 _on_host(written[0]).view(group.size(), -1).copy_(part)
         for each in written if known else ():
             self._note_write(each)
-        work = result[-1] if isinstance(result, tuple) else result
-        return (args[0], work) if len(operation.default._schema.returns) == 2 else work
+        return result
 
     def _track_copy(self, function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         """Wrap a function that copies: record copies to the device, and replace unknown values in copies from it."""
@@ -285,17 +285,19 @@ class DeviceValues:
         @functools.wraps(function)
         def create(*args: Any, **kwargs: Any) -> torch.Tensor:
             result = function(*args, **kwargs)
-            if self._can_be_known(result) and kwargs.get("out") is None:
+            if self._can_be_known(result, floats=1) and kwargs.get("out") is None:
                 self._write(result, function(*args, **{**kwargs, "device": "cpu"}))
             return result
 
         return create
 
-    def _can_be_known(self, tensor: Any) -> bool:
+    def _can_be_known(self, tensor: Any, floats: int = 0) -> bool:
+        """Return True for integers and masks that are not large, and for at most this many floats."""
         if torch.compiler.is_compiling() or not _is_plain(tensor):
             return False
         with torch._C.DisableTorchFunction():  # Dynamo's function mode must not see these calls
-            return not tensor.is_floating_point() and tensor.is_cuda and tensor.numel() < LARGE
+            most = floats if tensor.is_floating_point() else LARGE - 1
+            return bool(tensor.is_cuda and tensor.numel() <= most)
 
     def _replace_unknown_values(self, copied: torch.Tensor, original: torch.Tensor) -> None:
         """Replace values in a copy on the host if a kernel would have computed them."""
@@ -413,6 +415,7 @@ def _on_host(value: Any, as_float: bool = False) -> Any:
     if not value.numel():
         return value.cpu()
     storage = value.untyped_storage()
+    settle(storage.data_ptr(), storage.nbytes())
     memory = (ctypes.c_char * storage.nbytes()).from_address(storage.data_ptr())
     raw = torch.frombuffer(memory, dtype=torch.uint8).untyped_storage()
     found = torch.empty(0, dtype=value.dtype, device="cpu")

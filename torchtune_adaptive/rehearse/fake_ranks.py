@@ -24,6 +24,7 @@ from torch.distributed.utils import _verify_param_shape_across_processes
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
+from torchtune_adaptive.rehearse.recording import record_description, record_host_call
 from torchtune_adaptive.rehearse.start import ONE_MACHINE, CannotRehearse
 from torchtune_adaptive.rehearse.step_trace import RECORDER
 
@@ -70,10 +71,12 @@ class FakeRanks:
     def install(self) -> None:
         """Replace torch's functions in all modules."""
         self._real_init, self._real_new_group = dist.init_process_group, dist.new_group
+        self._real_split = dist.split_group
         self._real_broadcast = dist.broadcast_object_list
         replace_everywhere(dist.init_process_group, self._init_process_group)
         replace_everywhere(rendezvous, self._rendezvous)
         replace_everywhere(dist.new_group, self._new_group)
+        replace_everywhere(dist.split_group, self._split_group)
         replace_everywhere(dist.broadcast_object_list, self._broadcast_object_list)
         replace_everywhere(torch.distributed.run.run, self._run_torchrun)
         replace_everywhere(sys.modules["torch.multiprocessing.spawn"].start_processes, self._start_processes)
@@ -104,25 +107,42 @@ class FakeRanks:
         set_rank_variables(self._rank, ranks)
 
     def _backend(self, ranks: Sequence[int]) -> str:
-        return "cpu:gloo,cuda:fake" if len(ranks) > 1 and {*ranks} <= {*self._running} else "fake"
+        return "cpu:gloo,cuda:nccl" if len(ranks) > 1 and {*ranks} <= {*self._running} else "fake"
 
     def _init_process_group(self, *_: Any, **__: Any) -> None:
         from torch.testing._internal.distributed.fake_pg import FakeStore
 
         backend, together = self._backend(range(self._ranks)), len(self._running) > 1
         store = FileStore(str(self._store)) if together else FakeStore()
+        waits_for = [self._rank] if backend == "fake" else range(self._ranks)
+        record_host_call("init_process_group", waits_for, "init_process_group")
+        record_description("all ranks")
         self._real_init(backend, store=store, rank=self._rank, world_size=self._ranks)
         if backend == "fake":
             _save_checkpoints_without_other_ranks()
 
     def _new_group(self, ranks: Any = None, *_: Any, **options: Any) -> Any:
         kept = {name: options[name] for name in ("use_local_synchronization", "group_desc") if name in options}
-        return self._real_new_group(ranks, backend=self._backend(ranks or range(self._ranks)), **kept)
+        members = [*(ranks or range(self._ranks))]
+        if not kept.get("use_local_synchronization") and len(self._running) == self._ranks:
+            record_host_call("new_group", self._running, f"new_group of ranks {members}")
+        if self._rank in members:
+            record_description(kept.get("group_desc") or "")
+        return self._real_new_group(ranks, backend=self._backend(members), **kept)
 
-    def _broadcast_object_list(self, objects: Any, src: Any = None, group: Any = None, *args: Any, **kw: Any) -> None:
+    def _split_group(self, parent_pg: Any = None, split_ranks: Any = None, *args: Any, **options: Any) -> Any:
+        parent = parent_pg or dist.distributed_c10d._get_default_group()
+        members = dist.get_process_group_ranks(parent)
+        record_host_call(f"splits of {parent.group_name}", members, f"split_group into ranks {split_ranks}")
+        record_description(options.get("group_desc") or "")
+        return self._real_split(parent_pg, split_ranks, *args, **options)
+
+    def _broadcast_object_list(
+        self, object_list: Any, src: Any = None, group: Any = None, *args: Any, **kw: Any
+    ) -> None:
         if dist.is_initialized() and dist.get_backend(group) != "fake":
-            self._real_broadcast(objects, src, group, *args, **kw)
-        elif self._rank and all(each is None for each in objects):
+            self._real_broadcast(object_list, src, group, *args, **kw)
+        elif self._rank and all(each is None for each in object_list):
             raise CannotRehearse(f"rank {self._rank} waits for objects of another rank: rehearse rank 0, or --together")
 
     def _rendezvous(self, *_: Any, **__: Any) -> Iterator[tuple[Any, int, int]]:
@@ -169,14 +189,19 @@ def _ranks_of(args: Namespace) -> int:
 
 
 def _skip_reductions_of_ddp() -> None:
-    construct = DistributedDataParallel.__init__
+    construct, register = DistributedDataParallel.__init__, DistributedDataParallel.register_comm_hook
 
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
         construct(self, *args, **kwargs)
-        _register_comm_hook(self.reducer, None, _bucket_unchanged)
+        if dist.get_backend(self.process_group) == "fake":
+            _register_comm_hook(self.reducer, None, _bucket_unchanged)
+
+    def register_hook(self: Any, *args: Any, **kwargs: Any) -> None:
+        if dist.get_backend(self.process_group) != "fake":
+            register(self, *args, **kwargs)
 
     DistributedDataParallel.__init__ = init  # type: ignore[method-assign]
-    DistributedDataParallel.register_comm_hook = lambda *_, **__: None  # type: ignore[method-assign]
+    DistributedDataParallel.register_comm_hook = register_hook  # type: ignore[method-assign]
     # this function reads numbers of the device in C++
     replace_everywhere(_verify_param_shape_across_processes, lambda *_, **__: None)
 

@@ -17,11 +17,14 @@ from statistics import median
 from typing import Any
 
 from torchtune_adaptive.formatting import count_of, format_bytes, in_columns
+from torchtune_adaptive.rehearse import hangs
 from torchtune_adaptive.rehearse.gpus import Gpu
 from torchtune_adaptive.rehearse.step_time import StepTime, Work, estimate, seconds_text, time_lines
 
 GIB = 2**30
 SHOWN_STEPS, SHOWN_PLACES = 20, 3
+COMPARED = "compared"
+"""The file with the result of comparing the calls of all ranks."""
 DIFFERENT_ABOVE = 1.02
 """Steps have different peaks if one allocates more than this multiple of another."""
 INTEGER, MASK, ROUTING, BRANCH, FIXED = "integer", "mask", "routing", "branch", "fixed"
@@ -55,6 +58,8 @@ class Outcome(Enum):
     FITS = auto()
     OUT_OF_MEMORY = auto()
     INTERRUPTED = auto()
+    HANGS = auto()
+    """Ranks that run together wait for each other."""
     USED_ELSEWHERE = auto()
     """A process that the script has started uses a GPU."""
     KILLED = auto()
@@ -110,6 +115,10 @@ class RehearsalResult:
     """The place of a guessed condition that had its other result."""
     tried: list[dict[str, Any]] = field(default_factory=list)
     """The other rehearsals of the script, with other results of guessed conditions: place, verdict."""
+    collectives: int | None = None
+    """Calls that the ranks have made together; None if one rank ran."""
+    hang: dict[str, Any] = field(default_factory=dict)
+    """Which ranks wait for which others (see `hangs.py`); empty if none do."""
 
     @classmethod
     def read(cls, path: Path, **about: Any) -> RehearsalResult:
@@ -140,6 +149,8 @@ class RehearsalResult:
         records = sorted(folder.iterdir(), key=lambda path: path.stat().st_mtime_ns)  # in the order of their ends
         ranks = {int(path.name): path for path in records if path.name.isdecimal()}
         ranks = ranks or {0: next(iter(records), folder / "0")}
+        if (compared := folder / COMPARED).exists():
+            about |= json.loads(compared.read_text())
         results = [cls.read(path, **{"ranks": len(ranks), "rank": rank, **about}) for rank, path in ranks.items()]
         peaks = sorted(({"rank": each.rank, **each.run_peaks} for each in results), key=itemgetter("rank"))
         failed = [each for each in results if each.out_of_memory]
@@ -179,6 +190,7 @@ class RehearsalResult:
             Outcome.OUT_OF_MEMORY: self.out_of_memory is not None,
             Outcome.INTERRUPTED: self.status != 0 and self.interrupted,
             Outcome.USED_ELSEWHERE: bool(self.child),
+            Outcome.HANGS: bool(self.hang),
             Outcome.KILLED: self.status < 0,
             Outcome.FAILED: self.status > 0,
             Outcome.UNREPORTED_OOM: error is not None and not error["in_search"],  # a search causes them on purpose
@@ -256,6 +268,8 @@ class RehearsalResult:
                 if re.search("multiprocessing|rehearse.run_script", command):
                     remedy = "move the function that it runs to a separate script, and rehearse that, with --ranks"
                 why = f"the script starts processes that use a GPU, which a rehearsal cannot follow: {remedy}"
+            case Outcome.HANGS:
+                return hangs.verdict(self.hang)
             case Outcome.KILLED:
                 out_of_host_memory = " (is this machine out of memory?)" * (self.status == -signal.SIGKILL)
                 cause = out_of_host_memory or f": {self.last_error}" * bool(self.last_error)
@@ -385,6 +399,8 @@ class RehearsalResult:
         """Return the verdict, the searches, the steps, and what holds the memory after an out-of-memory error."""
         searches = [_search_lines(search["stage"], search["result"]) for search in self.searches]
         peaks = [_peak_lines("device", self.devices), _peak_lines("rank", self.rank_peaks)]
+        if self.outcome is Outcome.HANGS:
+            return "\n".join([self.verdict(), "", *hangs.as_lines(self.hang)])
         sections = [[self.verdict()], *searches, self._step_lines(), self._time_lines(), *peaks, self._error_lines()]
         if self.fits or self.steps or self.errors or self.guesses:
             sections.append(self._condition_lines())
@@ -434,6 +450,7 @@ class RehearsalResult:
             *(f"with {_result_text(each['place'])}: {each['verdict']}" for each in self.tried),
             *["later steps may need more memory: --steps 0 runs to the end"] * bool(self.end.get("stopped")),
             *self.end.get("notes", ()),
+            *[f"{self.collectives or 0:,} collectives compared: all ranks agree"] * bool(self.collectives),
         ]
 
     def _places(self, what: str) -> str:
@@ -463,6 +480,8 @@ class RehearsalResult:
             "searches": self.searches,
             "steps": self.timed_steps,
             "time": self._time_as_dict(),
+            "hang": self.hang if self.outcome is Outcome.HANGS else None,
+            "collectives": self.collectives,
             "after_last_step": self.end,
             "script_status": self.status,
         }

@@ -33,6 +33,7 @@ from torchtune_adaptive.null_cuda import used_convolutions, used_flops, used_mem
 from torchtune_adaptive.rehearsal_flag import REHEARSAL
 from torchtune_adaptive.rehearse.fake_ranks import after_import
 from torchtune_adaptive.rehearse.memory_history import UPDATE, MemoryHistory, memory_by_holder
+from torchtune_adaptive.rehearse.recording import lines_of
 from torchtune_adaptive.rehearse.result import BRANCH, FIXED, INTEGER, NEEDS_OTHERS
 from torchtune_adaptive.rehearse.start import CannotRehearse, RankSettings
 from torchtune_adaptive.rehearse.step_trace import RECORDER
@@ -147,6 +148,7 @@ class StepRecorder:
         facts = {
             "error": message,
             "needs_ranks": _ranks_needed(error),
+            "lines": lines_of(reversed([*traceback.walk_tb(error.__traceback__)])) if error else "",
             "by_memory": _is_out_of_memory(error),
             "idle": idle,
             "stopped": stopped,

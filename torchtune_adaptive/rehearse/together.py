@@ -14,10 +14,17 @@ from pathlib import Path
 
 import torch
 
+from torchtune_adaptive.null_cuda.check import Replay
+from torchtune_adaptive.rehearse.hangs import Ended, explain
+from torchtune_adaptive.rehearse.recording import start_recording
+from torchtune_adaptive.rehearse.result import COMPARED
 from torchtune_adaptive.rehearse.start import CannotRehearse, end_with_parent
 
 GRACE_S = 10
 """After a rank has failed, the others are killed if they have not ended within these seconds."""
+
+IDLE_S = 1
+"""If the ranks make no call for these seconds, it is checked whether they wait for each other."""
 
 
 def fork_ranks(ranks: Sequence[int], folder: Path) -> tuple[int, Callable[[], None]]:
@@ -31,27 +38,74 @@ def fork_ranks(ranks: Sequence[int], folder: Path) -> tuple[int, Callable[[], No
     faulthandler.cancel_dump_traceback_later()  # its thread does not exist in a forked process, which would wait for it
     for path in folder.iterdir():  # delete the record of this process
         path.unlink()
+    calls = folder / "calls"
+    calls.mkdir()
     finished = mmap(-1, len(ranks))
     running = dict[int, int]()
     for at, rank in enumerate(ranks):
         if (process := os.fork()) == 0:
             end_with_parent()
+            os.environ["NULL_CUDA_RECORD"] = str(calls)
+            start_recording()
             return rank, partial(finished.__setitem__, at, 1)
         running[process] = at
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the ranks receive it, too, and end
-    until_s = float("inf")
+    statuses = _wait(running, ranks, finished, folder)
+    replay = Replay(calls, running=[_name(rank) for rank, status in statuses.items() if status is None])
+    ended = {_name(rank): _ending(folder / str(rank)) for rank, status in statuses.items() if status is not None}
+    alone = [each.error for each in ended.values() if not each.error.startswith("CannotRehearse")]
+    killed = any(status is not None and status < 0 for status in statuses.values())
+    hang = {} if killed or len(alone) < len(ended) or all(statuses.values()) else explain(replay, ended)
+    (folder / COMPARED).write_text(json.dumps({"collectives": replay.calls, "hang": hang}))
+    os._exit(0)
+
+
+def _wait(running: dict[int, int], ranks: Sequence[int], finished: mmap, folder: Path) -> dict[int, int | None]:
+    """Wait until all ranks have ended or taken their last step, or wait for each other. Return their exit statuses.
+
+    Ranks that still run are killed; they have the status None.
+    """
+    statuses, calls = dict[int, int | None](), folder / "calls"
+
+    def ended(process: int, status: int | None) -> None:
+        at = running.pop(process)
+        statuses[ranks[at]] = status
+        code = 0 if finished[at] else -signal.SIGKILL if status is None else status
+        with (folder / str(ranks[at])).open("a") as record:
+            record.write(json.dumps({"kind": "process", "status": code}) + "\n")
+
+    until_s, size, idle_since = float("inf"), 0, time.monotonic()
+    checked = -1, 0
     while running:
-        if time.monotonic() > until_s or all(finished[at] for at in running.values()):
-            for process in running:
+        if (now := sum(path.stat().st_size for path in calls.glob("rank*"))) != size:
+            size, idle_since = now, time.monotonic()
+        names = [_name(ranks[at]) for at in running.values()]
+        hangs = False
+        if time.monotonic() > idle_since + IDLE_S and checked != (size, len(running)):
+            checked = size, len(running)
+            hangs = bool(Replay(calls, running=names).waiting)
+        if hangs or time.monotonic() > until_s or all(finished[at] for at in running.values()):
+            for process in [*running]:
                 os.kill(process, signal.SIGKILL)
+                os.waitpid(process, 0)
+                ended(process, None)
+            break
         process, status = os.waitpid(-1, os.WNOHANG)
         if process not in running:
             time.sleep(0.05)
             continue
-        at = running.pop(process)
-        code = 0 if finished[at] else os.waitstatus_to_exitcode(status)
+        ended(process, code := os.waitstatus_to_exitcode(status))
         if code:
             until_s = min(until_s, time.monotonic() + GRACE_S)
-        with (folder / str(ranks[at])).open("a") as record:
-            record.write(json.dumps({"kind": "process", "status": code}) + "\n")
-    os._exit(0)
+    return statuses
+
+
+def _name(rank: int) -> str:
+    return f"rank {rank}"
+
+
+def _ending(record: Path) -> Ended:
+    """Return how a rank has ended, from its record."""
+    found = [json.loads(line) for line in record.read_text().splitlines() if line.endswith("}")]
+    end: dict[str, str] = next((each for each in found if each["kind"] == "end"), {})
+    return Ended(end.get("error") or "", end.get("lines", ""))

@@ -1,17 +1,17 @@
-"""`check` finds calls of NCCL that would hang, in recordings of small programs."""
+"""A replay finds calls of NCCL that would hang, in recordings of small programs."""
 
 from pathlib import Path
 
 import pytest
 
-from torchtune_adaptive.null_cuda.check import check
+from torchtune_adaptive.null_cuda.check import Replay
 
 Line = tuple[object, ...]
 ONE, TWO = "stream 1", "stream 2"
 
 
 def create(group: str, rank: int, size: int = 2) -> Line:
-    return "host", group, rank, size, "creates it", ""
+    return "host", group, rank, size, "creates it", "", ""
 
 
 def reduce(group: str, stream: str, launch: int, count: int = 8, *, at: str = "train.py:5") -> Line:
@@ -25,8 +25,8 @@ def send(peers: str, launch: int, *, verb: str = "sends", stream: str = ONE) -> 
 def problems_of(folder: Path, *ranks: list[Line], all_ranks: bool = True) -> list[str]:
     for rank, lines in enumerate(ranks):
         (folder / f"rank{rank}").write_text("".join("\t".join(map(str, line)) + "\n" for line in lines))
-    report = check(folder, all_ranks=all_ranks)
-    assert report.ranks == len(ranks)
+    report = Replay(folder, all_ranks=all_ranks)
+    assert len(report.recordings) == len(ranks)
     return report.problems
 
 
@@ -90,7 +90,7 @@ def test_event_wait_orders_streams(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "waits",
-    [STREAM_WAITS, ("event", "done", 0), ("device", 0, 0), ("host", "hosts", -1, 2, "barrier", "")],
+    [STREAM_WAITS, ("event", "done", 0), ("device", 0, 0), ("host", "hosts", -1, 2, "barrier", "", "")],
     ids=lambda each: each[0],
 )
 def test_synchronization_between_calls_in_different_orders_hangs(tmp_path: Path, waits: Line) -> None:
