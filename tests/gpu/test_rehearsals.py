@@ -31,17 +31,3 @@ def test_rehearsed_peaks_of_every_step_equal_those_on_the_card(cuda: str, case: 
     rehearsed = peaks(tune_adaptive, "rehearse", "--memory", memory, "--", *script)
     assert len(real) == len(LENGTHS)
     assert rehearsed == real
-
-
-@pytest.mark.real_gpu
-def test_comparison_with_the_card_has_equal_peaks_and_measured_times(cuda: str) -> None:
-    tune_adaptive = [str(Path(sys.executable).with_name("tune-adaptive")), "rehearse"]
-    ended = subprocess.run(
-        [*tune_adaptive, "--compare", "--format", "json", "--", "-m", "tests.gpu.one_card", "plain"],
-        cwd=ROOT, stdout=subprocess.PIPE, timeout=200,
-    )  # fmt: skip
-    found = json.loads(ended.stdout)
-    assert len(found["differences"]) == len(LENGTHS)
-    for step in found["differences"]:
-        assert (step["allocated_bytes"]["difference"], step["reserved_bytes"]["difference"]) == (0, 0)
-    assert all(step["seconds"] for step in found["real"]["steps"][1:])

@@ -18,8 +18,7 @@ from pathlib import Path
 from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.formatting import parse_amount
 from torchtune_adaptive.null_cuda import MAX_DEVICES, NullCudaError
-from torchtune_adaptive.rehearse.gpus import GPUS, Gpu, local_gpu
-from torchtune_adaptive.rehearse.real import Comparison, run_real
+from torchtune_adaptive.rehearse.gpus import GPUS, Gpu
 from torchtune_adaptive.rehearse.result import MOST_INVERTED, Outcome, RehearsalResult
 from torchtune_adaptive.rehearse.start import RankSettings, check_command, rehearse, rehearse_quietly
 from torchtune_adaptive.rehearse.sweep import SweepRow, as_table, compare, largest, range_in
@@ -47,8 +46,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--gpu", metavar="NAME", help=f"model of GPU, or several: 4090,h100 (default: {GPU}): {', '.join(sorted(GPUS))}"
     )
-    parser.add_argument("--real", action="store_true", help="run on the GPUs of this machine, with the same report")
-    parser.add_argument("--compare", action="store_true", help="run on the GPUs of this machine, rehearse, and compare")
     parser.add_argument(
         "--memory", type=_bytes, help="memory of a GPU, for example 80GB or 24GiB (default: from --gpu)"
     )
@@ -105,13 +102,8 @@ def _is_table(options: argparse.Namespace, cards: list[Gpu]) -> bool:
 def _conflicts(options: argparse.Namespace, cards: list[Gpu], searched: bool) -> dict[str, bool]:
     """Return the errors about combinations of options, each with True if the options have it."""
     table = _is_table(options, cards)
-    simulated = options.gpu, options.memory, options.ranks[0], options.devices, options.together
-    own = table or searched or any(each is not None for each in simulated)
     no_folder = bool(options.snapshot) and not Path(options.snapshot).parent.is_dir()
     return {
-        "--real and --compare run the command as it is, on the GPUs of this machine: leave out --gpu, --memory, "
-        "--ranks, --devices, --together and ranges (for several ranks, put torchrun before the script)": own
-        and (options.real or options.compare),
         "a range is searched on a single GPU: give one --gpu and one --ranks": table and searched,
         "--together reports the fullest rank, and --rank a single one: leave out one of them": bool(options.rank)
         and options.together is not None,
@@ -121,21 +113,16 @@ def _conflicts(options: argparse.Namespace, cards: list[Gpu], searched: bool) ->
 
 
 def _run(options: argparse.Namespace, command: list[str], cards: list[Gpu], settings: RankSettings) -> int:
-    on_gpus, card = options.real or options.compare, cards[0]
-    first = settings._replace(snapshot=options.snapshot or "")
-    found = run_real(command, first) if on_gpus else rehearse(command, card, first)
-    if not on_gpus and found.fits and found.guessed_conditions:
+    card = cards[0]
+    found = rehearse(command, card, settings._replace(snapshot=options.snapshot or ""))
+    if found.fits and found.guessed_conditions:
         found = found.or_larger(
             {
                 place: _inverted(place, command, card, settings, found)
                 for place in found.guessed_conditions[:MOST_INVERTED]
             }
         )
-    shown: RehearsalResult | Comparison = found
-    if options.compare and found.gpu is not None:
-        settings = settings._replace(rank=found.rank, ranks=found.ranks, devices=found.visible_devices)
-        shown = Comparison(rehearse(command, local_gpu(found.gpu), settings), found)
-    print(json.dumps(shown.as_dict(), indent=2) if options.format == "json" else shown.as_text())
+    print(json.dumps(found.as_dict(), indent=2) if options.format == "json" else found.as_text())
     return HANGS if found.outcome is Outcome.HANGS else _status(found.answer)
 
 

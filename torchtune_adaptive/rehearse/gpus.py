@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from typing import NamedTuple
 
 
@@ -58,11 +57,3 @@ _CARDS: dict[str, tuple[float, str, Rates]] = {
 }
 """Memory in GiB, compute capability, rates."""
 GPUS = {name: Gpu(int(gib * 2**30), version, name, rates) for name, (gib, version, rates) in _CARDS.items()}
-
-
-def local_gpu(found: Gpu) -> Gpu:
-    """Return a GPU, of which torch has returned the name, with its name and rates in `GPUS` if it is there."""
-    words = re.split(r"[ -]", found.name.lower().replace("nvidia ", ""))
-    names = [name for name in GPUS if name.partition("-")[0] in words]
-    name = min(names, key=lambda name: abs(GPUS[name].memory - found.memory), default="-".join(words))
-    return found._replace(name=name, rates=GPUS.get(name, found).rates)

@@ -38,7 +38,7 @@ class MemoryHistory:
     """
 
     def __init__(self, settings: RankSettings) -> None:
-        self._file, self._several = settings.snapshot, settings.real or settings.together is not None
+        self._file, self._several = settings.snapshot, settings.together is not None
         self._owners = defaultdict[str, dict[int, str]](dict)
         """Owners of storages at the start of each update, by label and address."""
         if self._file:

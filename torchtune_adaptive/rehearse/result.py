@@ -13,7 +13,6 @@ from enum import Enum, auto
 from functools import cached_property
 from operator import itemgetter
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 from torchtune_adaptive.formatting import count_of, format_bytes, in_columns
@@ -101,10 +100,6 @@ class RehearsalResult:
     traced: dict[str, Any] = field(default_factory=dict)
     """The step whose work was recorded, and its work."""
     gpu: Gpu | None = None
-    real: bool = False
-    """True if the script ran on a real GPU."""
-    visible_devices: int | None = None
-    """GPUs that the process could use."""
     rank_peaks: list[dict[str, Any]] = field(default_factory=list)
     """Peaks of each rank that ran: rank, allocated_bytes, reserved_bytes."""
     searches: list[dict[str, Any]] = field(default_factory=list)
@@ -322,7 +317,7 @@ class RehearsalResult:
             why = self.last_error
         if why.startswith("CannotRehearse: "):
             return why.partition(": ")[2]
-        hints = "".join(f" ({hint})" for error, hint in _HINTS.items() if re.search(error, why) and not self.real)
+        hints = "".join(f" ({hint})" for error, hint in _HINTS.items() if re.search(error, why))
         memory = "; it ran out of memory before (see below)" if self.unresolved_oom else ""
         return f"the script failed in step {len(self.steps) + 1}: {why}{hints}{memory}{self._guessed}"
 
@@ -384,10 +379,8 @@ class RehearsalResult:
 
     @property
     def timed_steps(self) -> list[dict[str, Any]]:
-        """The steps with their seconds, which are measured on a real GPU and otherwise estimated."""
-        estimated = [time.seconds if (time := self.step_time(each)) else None for each in self.steps]
-        seconds = self.end.get("seconds") or estimated
-        return [{**each, "seconds": time} for each, time in zip(self.steps, seconds, strict=False)]
+        """The steps with their estimated seconds."""
+        return [{**each, "seconds": time.seconds if (time := self.step_time(each)) else None} for each in self.steps]
 
     def _time_as_dict(self) -> dict[str, Any] | None:
         time, work = self.recorded_time(), self.work
@@ -421,9 +414,6 @@ class RehearsalResult:
         ]
 
     def _time_lines(self) -> list[str]:
-        known = [each["seconds"] for each in self.timed_steps if each["seconds"]]
-        if self.real and known:
-            return [f"time per step  {seconds_text(median(known))} (measured; median of {len(known)} steps)"]
         time = self.recorded_time()
         return time_lines(time, self.work, self.gpu.name, self.ranks) if time and self.work and self.gpu else []
 
@@ -440,12 +430,10 @@ class RehearsalResult:
         ]
 
     def _condition_lines(self) -> list[str]:
-        where = f", run on {self.gpu.name}" if self.real and self.gpu else ""
-        use = "outside torch's allocator, in this and other processes" if self.real else "(--memory-overhead)"
         return [
-            f"rank {self.rank} of {self.ranks}{where}; of {_size(self.usable_bytes + self.overhead_bytes)} of GPU "
-            f"memory, {_size(self.overhead_bytes)} are for the CUDA context, NCCL and libraries {use}",
-            *["kernels did not run: every loss is 0, and branches on values may differ in training"] * (not self.real),
+            f"rank {self.rank} of {self.ranks}; of {_size(self.usable_bytes + self.overhead_bytes)} of GPU "
+            f"memory, {_size(self.overhead_bytes)} are for the CUDA context, NCCL and libraries (--memory-overhead)",
+            "kernels did not run: every loss is 0, and branches on values may differ in training",
             *[note.format(places=places) for what, note in _GUESSED.items() if (places := self._places(what))],
             *(f"with {_result_text(each['place'])}: {each['verdict']}" for each in self.tried),
             *["later steps may need more memory: --steps 0 runs to the end"] * bool(self.end.get("stopped")),
@@ -470,7 +458,7 @@ class RehearsalResult:
     def as_dict(self) -> dict[str, Any]:
         """Return the result for JSON."""
         same = (
-            "rank", "ranks", "usable_bytes", "overhead_bytes", "real", "rank_peaks", "out_of_memory", "caught",
+            "rank", "ranks", "usable_bytes", "overhead_bytes", "rank_peaks", "out_of_memory", "caught",
             "guesses", "inverted", "tried",
         )  # fmt: skip
         return {

@@ -19,7 +19,6 @@ import sys
 import tempfile
 import threading
 import traceback
-from argparse import Namespace
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from pathlib import Path
@@ -31,13 +30,12 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torchtune_adaptive.null_cuda import set_card
 from torchtune_adaptive.rehearsal_flag import REHEARSAL
 from torchtune_adaptive.rehearse.device_values import LARGE, DeviceValues
-from torchtune_adaptive.rehearse.fake_ranks import FakeRanks, after_import, replace_everywhere, replace_simple_launcher
+from torchtune_adaptive.rehearse.fake_ranks import FakeRanks, after_import, replace_simple_launcher
 from torchtune_adaptive.rehearse.result import NEEDS_OTHERS
 from torchtune_adaptive.rehearse.start import (
     LAUNCHERS,
     CannotRehearse,
     RankSettings,
-    end_with_parent,
     program_of,
     script_of,
     without_python,
@@ -52,8 +50,6 @@ def main(folder: str, settings_json: str, *command: str) -> NoReturn:
     settings = RankSettings(**json.loads(settings_json))
     if program_of(command).startswith(("accelerate", "trl")):
         replace_simple_launcher(run)
-    if settings.real:
-        _run_on_gpus(folder, settings, command)
     recorder = StepRecorder(Path(folder, str(settings.rank)), settings)
 
     def start_ranks(ranks: int) -> tuple[int, Sequence[int]]:
@@ -88,30 +84,11 @@ def replace_functions() -> tuple[FakeRanks, DeviceValues, set[str]]:
     return fake_ranks, values, notes
 
 
-def _run_on_gpus(folder: str, settings: RankSettings, command: Sequence[str]) -> NoReturn:
-    """Run the command on the GPUs of this machine. Each rank of a launcher writes its own record."""
-    end_with_parent()  # a launcher starts ranks in other process groups
-    if not sys.flags.safe_path:
-        del sys.path[0]  # the folder of `python -m`; `run` inserts the script's instead
-    launch = torch.distributed.run.run
-
-    def start_recorded_ranks(args: Namespace) -> None:
-        script = [*(["-m"] if args.module else []), args.training_script, *args.training_script_args]
-        args.module, args.training_script = True, __spec__.name
-        args.training_script_args = [folder, json.dumps(settings._asdict()), *script]
-        launch(args)
-
-    replace_everywhere(launch, start_recorded_ranks)
-    _run_recorded(StepRecorder(Path(folder) / os.environ.get("RANK", "alone"), settings), command)
-
-
 def _run_recorded(recorder: StepRecorder, command: Sequence[str]) -> NoReturn:
     """Run the command while its steps are recorded, and end this process with its exit status."""
     status = 0
     try:
         with recorder:
-            if recorder.real and not torch.cuda.device_count():
-                raise CannotRehearse("torch finds no GPU on this machine: leave out --real and --compare")
             run(command)
     except (CannotRehearse, KeyboardInterrupt, torch.OutOfMemoryError):  # the verdict has the message
         status = 1

@@ -113,8 +113,6 @@ class RankSettings(NamedTuple):
     """Steps to run; 0: all."""
     devices: int | None = None
     """GPUs that the process sees; by default one per rank of the machine."""
-    real: bool = False
-    """True to run on the GPUs of this machine."""
     together: Sequence[int] | None = None
     """The ranks that run as processes and exchange messages; empty: all; None: only `rank` runs."""
     snapshot: str = ""
@@ -236,7 +234,7 @@ def _last_error(printed: str) -> str:
     return next((line for line in reversed(lines) if _ERROR_LINE.search(line)), "".join(lines[-1:]))
 
 
-def script_environment(variables: Mapping[str, str], keep: str = "") -> dict[str, str]:
+def script_environment(variables: Mapping[str, str]) -> dict[str, str]:
     """Return the variables without those of an earlier launch. Raise CannotRehearse for another CUDA allocator."""
     settings = variables.get("PYTORCH_ALLOC_CONF") or variables.get("PYTORCH_CUDA_ALLOC_CONF", "")
     if "PYTORCH_NO_CUDA_MEMORY_CACHING" in variables or "cudaMallocAsync" in settings:
@@ -244,7 +242,7 @@ def script_environment(variables: Mapping[str, str], keep: str = "") -> dict[str
             "only torch's own caching allocator can be rehearsed: unset PYTORCH_NO_CUDA_MEMORY_CACHING, and remove "
             "backend:cudaMallocAsync from PYTORCH_ALLOC_CONF"
         )
-    return {name: value for name, value in variables.items() if name == keep or not _OF_OTHER_LAUNCH.fullmatch(name)}
+    return {name: value for name, value in variables.items() if not _OF_OTHER_LAUNCH.fullmatch(name)}
 
 
 def _wait(script: subprocess.Popen[bytes]) -> tuple[int, bool]:

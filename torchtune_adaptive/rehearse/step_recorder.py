@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from itertools import pairwise
 from operator import attrgetter
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -52,8 +51,7 @@ class StepRecorder:
     """
 
     def __init__(self, path: Path, settings: RankSettings) -> None:
-        """Record in a file. On a real GPU, steps are timed, and their operations are not recorded."""
-        self.real = settings.real
+        """Record in a file."""
         self._history = MemoryHistory(settings)
         self.move_to(path, after_last_step=partial(os._exit, 0))  # the script cannot catch this
         self._most_steps = settings.steps
@@ -76,19 +74,15 @@ class StepRecorder:
         self._inverted = settings.inverted
         self._optimizers = WeakSet[torch.optim.Optimizer]()
         self._have_stepped = set[WeakIdRef]()
-        self._traced: int | None = 0 if settings.real else None
+        self._traced: int | None = None
         """The step whose operations are recorded."""
         self._graphs = 0
-        self._updated: torch.cuda.Event | None = None
-        """The end of the last update."""
-        self._ends: list[torch.cuda.Event | None] = []
-        """The end of each step."""
 
     def move_to(self, path: Path, after_last_step: Callable[[], object]) -> None:
         """Write the record of this process to this file, and call `after_last_step` after the last step."""
         self._file, self._process, self._after_last_step = path.open("w", buffering=1), os.getpid(), after_last_step
-        if not self.real:  # a null device ends the rehearsal if a child process allocates memory
-            os.environ["NULL_CUDA_REHEARSAL"] = f"{self._process} {self._file.fileno()}"
+        # a null device ends the rehearsal if a child process allocates memory
+        os.environ["NULL_CUDA_REHEARSAL"] = f"{self._process} {self._file.fileno()}"
         self._watch()
 
     def __enter__(self) -> None:
@@ -117,7 +111,7 @@ class StepRecorder:
 
     def _watch(self) -> None:
         """Print all tracebacks if this is not called again in time. Not on a GPU, where steps may be slow."""
-        if not self.real and os.getpid() == self._process:  # in a forked process, this call would not return
+        if os.getpid() == self._process:  # in a forked process, this call would not return
             faulthandler.dump_traceback_later(SILENT_S, repeat=True, file=2)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
@@ -131,18 +125,13 @@ class StepRecorder:
 
     def _write_end(self, after_last_step: Usages, error: BaseException | None = None, *, stopped: bool = False) -> None:
         _add(self._run, after_last_step)
-        on_gpu = self.real and torch.cuda.is_initialized()
-        seconds = self._seconds() if on_gpu else []
-        if on_gpu:
-            self._write_gpu(max(range(torch.cuda.device_count()), key=torch.cuda.memory_reserved))
         message = _message(error)
         idle = message is None and any(getattr(parameter(), "is_cuda", False) for parameter in self._idle())
         conditions = {
             "cuDNN's workspaces for convolutions are not counted. If memory is short, torch selects an algorithm with "
             "a smaller workspace": used_convolutions(),
             "workspaces of cuFFT, cuSOLVER and cuSPARSE are not counted: training needs more memory": used_workspaces(),
-            "managed memory (a paged optimizer's state) is counted as host memory": not self.real
-            and used_memory(managed=True),
+            "managed memory (a paged optimizer's state) is counted as host memory": used_memory(managed=True) > 0,
         }
         self.notes |= {note for note, applies in conditions.items() if applies}
         facts = {
@@ -152,27 +141,11 @@ class StepRecorder:
             "by_memory": _is_out_of_memory(error),
             "idle": idle,
             "stopped": stopped,
-            "seconds": seconds,
             "state_bytes": self._state_bytes,
             "devices": [{"device": at, **asdict(each)} for at, each in self._run.items() if each.reserved_bytes],
             "notes": sorted(self.notes),
         }
         self.write("end", {**asdict(_fullest(after_last_step)), **facts})
-
-    def _seconds(self) -> list[float | None]:
-        """Return the measured seconds of each step. The first has no start."""
-        with suppress(RuntimeError):  # a failed kernel makes every call fail
-            torch.cuda.synchronize()  # complete the events, and the collectives of peers
-            steps = pairwise(self._ends)
-            return [None, *(start.elapsed_time(end) / 1000 if start and end else None for start, end in steps)]
-        return []
-
-    def _write_gpu(self, device: int) -> None:
-        """Write the properties of a real GPU, and the memory in use outside of torch's allocator."""
-        about, (free, total) = torch.cuda.get_device_properties(device), torch.cuda.mem_get_info(device)
-        usable, gpu = free + torch.cuda.memory_reserved(device), (total, f"{about.major}.{about.minor}", about.name)
-        memory = {"usable_bytes": usable, "overhead_bytes": total - usable}
-        self.write("process", {**memory, "gpu": gpu, "visible_devices": torch.cuda.device_count()})
 
     def _exclude_probes(self, probes: Any) -> None:
         """Exclude the steps that a search of this package's engine runs."""
@@ -216,9 +189,6 @@ class StepRecorder:
             self._all = None if gone else self._stepped
             self._end_step()
         _add(self._reading, usage)
-        if self.real and torch.cuda.is_initialized() and not torch.cuda.is_current_stream_capturing():
-            self._updated = torch.cuda.Event(enable_timing=True)
-            self._updated.record()
         self._stepped = self._stepped | {parameter}
         if self._stepped == self._all:
             self._end_step()
@@ -248,7 +218,6 @@ class StepRecorder:
         if self.steps == self._traced:
             self.write("work", {"step": self.steps, "work": RECORDER.stop()})
             self._traced = self.steps if _compiled_graphs() == self._graphs else None
-        self._ends.append(self._updated)
         _add(self._run, self._reading)
         self._reading, self._stepped = {}, set()
         if self.steps == self._most_steps:
@@ -263,8 +232,6 @@ class StepRecorder:
         node = torch._C._current_autograd_node()
         place = _outside_torch(frames)
         stats = torch.cuda.memory_stats(device)
-        if self.real:
-            self._write_gpu(device)
         self.write(
             "out_of_memory",
             {
