@@ -22,7 +22,6 @@ from torchtune_adaptive.config.keys import AUTO, Settings
 from torchtune_adaptive.engine.ranks import from_all_ranks, from_rank_0
 from torchtune_adaptive.errors import AdaptiveError, ConfigError, RunFinished
 from torchtune_adaptive.lifecycle import run_state
-from torchtune_adaptive.lifecycle.console import log_if_slow
 from torchtune_adaptive.lifecycle.run_state import THIS_RUN, lock_directory, unwritable
 from torchtune_adaptive.rehearsal_flag import REHEARSAL
 
@@ -55,7 +54,6 @@ class Start:
             self.lock.close()
 
 
-@log_if_slow("looked for a checkpoint and verified its files")
 def find_start(settings: Settings, recipe: str, *, steps: StepsOnRanks | None = None) -> Start:
     """Collective: return where the run starts. Raise RunFinished or another error on all ranks or on none."""
     decision: Start | Exception | None = None
