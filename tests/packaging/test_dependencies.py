@@ -32,7 +32,7 @@ def packages_of(paths: list[Path]) -> set[str]:
 
 def test_imports_and_declared_dependencies_agree() -> None:
     extras = project()["optional-dependencies"]
-    declared = names([*project()["dependencies"], *extras["recipes"], *extras["plot"], *extras["hf"]])
+    declared = names([*project()["dependencies"], *extras["recipes"], *extras["hf"]])
     assert packages_of([*FILES, *RECIPES]) - FRAMEWORKS.keys() == declared
     importing = {
         (name, path)
@@ -44,11 +44,11 @@ def test_imports_and_declared_dependencies_agree() -> None:
     assert all(path.relative_to(PACKAGE).as_posix().startswith(FRAMEWORKS[name]) for name, path in importing)
 
 
-def test_library_and_rehearsals_import_only_required_packages_and_matplotlib() -> None:
+def test_library_and_rehearsals_import_only_required_packages() -> None:
     rooms = ("engine", "report", "rehearse", "null_cuda")
     files = [path for path in FILES if path.parent.name in rooms or path.parent == PACKAGE]
     required = names(project()["dependencies"])
-    assert packages_of(files) - required == {"accelerate", "matplotlib"}  # accelerate: to follow its own launcher
+    assert packages_of(files) - required == {"accelerate"}  # to follow its own launcher
 
 
 def test_constraints_pin_allowed_versions_of_declared_packages() -> None:

@@ -46,7 +46,7 @@ from torchtune_adaptive.engine.snapshot import RngState
 from torchtune_adaptive.errors import CheckpointError, NotLearningError, Remedy, RunStopped, UnrecoverableError
 from torchtune_adaptive.failed_writes import cause_of_failed_write, python_opens_files
 from torchtune_adaptive.formatting import format_bytes
-from torchtune_adaptive.lifecycle.console import log_if_slow, log_rank_0
+from torchtune_adaptive.lifecycle.console import log_rank_0
 from torchtune_adaptive.lifecycle.run_state import THIS_RUN, RunPhase, now
 
 logger = logging.getLogger(__name__)
@@ -87,7 +87,6 @@ class CheckpointManager:
         """The newest complete checkpoint. A run that ends now can resume from it."""
         return THIS_RUN.newest_checkpoint
 
-    @log_if_slow("read the weights")
     def load(self) -> State:
         """Collective: return the initial weights, or the weights and state of the checkpoint to resume from."""
         return loading.load(self._checkpointer, self._start.files)

@@ -22,8 +22,7 @@ from torchtune_adaptive.config.keys import AUTO, Settings
 from torchtune_adaptive.engine.ranks import from_all_ranks, from_rank_0
 from torchtune_adaptive.errors import AdaptiveError, ConfigError, RunFinished
 from torchtune_adaptive.lifecycle import run_state
-from torchtune_adaptive.lifecycle.console import log_if_slow
-from torchtune_adaptive.lifecycle.run_state import THIS_RUN, lock_directory, resume_command, unwritable
+from torchtune_adaptive.lifecycle.run_state import THIS_RUN, lock_directory, unwritable
 from torchtune_adaptive.rehearsal_flag import REHEARSAL
 
 logger = logging.getLogger(__name__)
@@ -55,7 +54,6 @@ class Start:
             self.lock.close()
 
 
-@log_if_slow("looked for a checkpoint and verified its files")
 def find_start(settings: Settings, recipe: str, *, steps: StepsOnRanks | None = None) -> Start:
     """Collective: return where the run starts. Raise RunFinished or another error on all ranks or on none."""
     decision: Start | Exception | None = None
@@ -76,9 +74,9 @@ def find_start(settings: Settings, recipe: str, *, steps: StepsOnRanks | None = 
     start = replace(start, directory=replace(start.directory, path=own_path))
     _check_shared(start, settings)
     if not REHEARSAL.on:
-        THIS_RUN.keep_record_in(own_path)  # on all ranks, because any rank may record the end
+        THIS_RUN.record_directory = own_path  # on all ranks, because any rank may record the end
         if dist.get_rank() == 0:
-            run_state.record_start(own_path, resume_command(), start.serial)
+            run_state.record_start(own_path, start.serial)
     return replace(start, lock=lock)
 
 

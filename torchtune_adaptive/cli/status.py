@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import shlex
 from collections.abc import Sequence
 from enum import IntEnum
 from pathlib import Path
@@ -52,7 +51,7 @@ def condition_of(directory: Path) -> tuple[Condition, list[str]]:
     if not active:
         lines += _last_end(run, condition)
     if not active and condition is not Condition.FINISHED:
-        lines.append(_remedy(directory, run, found, condition))
+        lines.append(_remedy(found, condition))
     return condition, lines
 
 
@@ -81,13 +80,8 @@ def _last_end(run: RunRecord | None, condition: Condition) -> list[str]:
     return ["last time: killed or crashed; later steps are not saved"] * killed
 
 
-def _remedy(directory: Path, run: RunRecord | None, found: Sequence[FoundCheckpoint], condition: Condition) -> str:
+def _remedy(found: Sequence[FoundCheckpoint], condition: Condition) -> str:
     if found and found[0].manifest is None:
         return "start over with another output_dir, or remove this one"
-    command = "the command that started it, with resume_from_checkpoint=auto"
-    if run is not None:
-        command = f"cd {shlex.quote(run.folder)} && {run.command}"
-        if os.path.realpath(run.output_dir) != os.path.realpath(directory):  # it was copied or moved
-            command += f" output_dir={shlex.quote(os.path.abspath(directory))}"
     once_fixed = "once that is fixed, " * (condition is Condition.BROKEN)
-    return f"{once_fixed}{'resume' if found else 'start over'} with: {command}"
+    return f"{once_fixed}{'resume' if found else 'start over'} with: {run_state.SAME_COMMAND}"

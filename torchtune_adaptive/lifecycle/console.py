@@ -6,7 +6,6 @@ import io
 import logging
 import os
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
@@ -19,7 +18,6 @@ logger = logging.getLogger(__name__)
 PACKAGE_LOGGER = "torchtune_adaptive"
 BETWEEN_LINES_S = 30.0
 """Seconds between progress lines if stderr is not a terminal."""
-SLOW_S = 2.0
 CLOSED_PIPE, INTERRUPTED = 141, 130
 """Exit statuses after the output pipe was closed, and after Ctrl-C, as shells report them."""
 
@@ -39,15 +37,6 @@ def log_rank_0(line: str) -> None:
 
     if dist.get_rank() == 0:
         logger.info("%s", line)
-
-
-@contextmanager
-def log_if_slow(what: str) -> Iterator[None]:
-    """Log the duration of the body on rank 0, if it took more than two seconds. Also works as a decorator."""
-    start = time.monotonic()
-    yield
-    if (seconds := time.monotonic() - start) > SLOW_S:
-        log_rank_0(f"{what} · {seconds:.0f} s")
 
 
 class _LogLines(io.TextIOBase):

@@ -33,7 +33,7 @@ from torchtune_adaptive.errors import (
 )
 from torchtune_adaptive.formatting import ranks_named
 from torchtune_adaptive.lifecycle.console import log_to_stderr
-from torchtune_adaptive.lifecycle.run_state import ERROR, FINISHED, STOPPED, THIS_RUN, RunPhase, saved_and_next_command
+from torchtune_adaptive.lifecycle.run_state import ERROR, FINISHED, STOPPED, THIS_RUN, RunPhase, saved_and_next_start
 from torchtune_adaptive.lifecycle.signals import listen, stop_listening
 from torchtune_adaptive.lifecycle.torchrun import exit_with_launcher, first_to_report, write_error_file
 from torchtune_adaptive.rehearsal_flag import REHEARSAL
@@ -67,7 +67,7 @@ def _run(recipe_type: type, keys: Collection[str]) -> None:
         logger.warning("%s; the run is finished, but its log may be incomplete", error.fact)
     except RunStopped as stopped:
         if rank() == 0:
-            logger.info("%s: %s; %s", THIS_RUN.stopped_by, stopped, saved_and_next_command())
+            logger.info("%s: %s; %s", THIS_RUN.stopped_by, stopped, saved_and_next_start())
             THIS_RUN.record_end(STOPPED, f"{THIS_RUN.stopped_by}: {stopped}")
     else:
         if rank() == 0:
@@ -146,7 +146,7 @@ def _report(error: AdaptiveError, message: str) -> None:
     peer_failed = isinstance(error, CollectiveFailedError)
     # before the process group exists, errors are about the config, so they are the same on all ranks
     on_rank = f" (rank {rank()})" if rank() != 0 and dist.is_initialized() else ""
-    text = f"{message}; {saved_and_next_command()}" if peer_failed else message
+    text = f"{message}; {saved_and_next_start()}" if peer_failed else message
     write_error_file(f"error{on_rank}: {message}")
     print(f"\nerror{on_rank}: {text}", file=sys.stderr, flush=True)
     REHEARSAL.record("message", {"text": text})

@@ -1,7 +1,7 @@
 """The state of the run in this process, its record `adaptive_run.json`, and the lock of the output directory.
 
-The state is global, because signals and errors can end a run at any time. The record contains the command of the run
-and how it has ended. The lock ensures that only one run uses an output directory.
+The state is global, because signals and errors can end a run at any time. The record contains how the run has ended.
+The lock ensures that only one run uses an output directory.
 """
 
 from __future__ import annotations
@@ -10,10 +10,8 @@ import fcntl
 import json
 import logging
 import os
-import shlex
 import signal
 import socket
-import sys
 import threading
 import time
 from contextlib import suppress
@@ -36,6 +34,8 @@ MAX_RECORDING_S = 2.0
 SIGNALLED, STOPPED, FINISHED, ERROR = "asked", "stopped", "finished", "error"
 """How a run has ended. SIGNALLED is recorded when a signal arrives. It is replaced if the run can stop or finish."""
 
+SAME_COMMAND = "the same command and resume_from_checkpoint=auto"
+
 LOCK_FILE = ".adaptive_lock"
 WAIT_S = 5.0
 """How long to wait for a lock, because a killed process may not have released it yet."""
@@ -48,10 +48,6 @@ _POLL_S = 0.1
 class RunRecord:
     """Content of `adaptive_run.json`."""
 
-    command: str
-    folder: str
-    """The working directory of the command."""
-    output_dir: str
     serial: int
     """The number of this run's first checkpoint, counted over all runs in the output directory."""
     ended: str | None = None
@@ -64,10 +60,9 @@ def now() -> str:
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
-def record_start(directory: Path, command: str, serial: int) -> None:
+def record_start(directory: Path, serial: int) -> None:
     """Write the record of a run that begins."""
-    record = RunRecord(command=command, folder=os.getcwd(), output_dir=str(directory.absolute()), serial=serial)
-    write_record(directory, record)
+    write_record(directory, RunRecord(serial=serial))
 
 
 def record_end(directory: Path, ended: str, message: str = "") -> None:
@@ -120,15 +115,9 @@ class ThisRun:
     newest_checkpoint: Path | None = None
     """The newest complete checkpoint."""
     record_directory: Path | None = None
-    """The directory of `adaptive_run.json`; None until the run has locked it."""
-    command: list[str] = field(default_factory=list)
-    """The words of the launcher's command. Read at the start, because later the launcher may have been killed."""
+    """The directory of `adaptive_run.json`, which may exist on rank 0's node only; None until the run has locked it."""
     _recording: threading.Lock = field(default_factory=threading.Lock)
     """Needed because a thread records signals, and the main thread records other ends."""
-
-    def keep_record_in(self, directory: Path) -> None:
-        """Set the command and the directory of the record. The directory may exist on rank 0's node only."""
-        self.record_directory, self.command = directory, typed_command()
 
     def record_end(self, ended: str, message: str = "") -> None:
         """Record how the run has ended."""
@@ -155,31 +144,10 @@ class ThisRun:
 THIS_RUN = ThisRun()
 
 
-def saved_and_next_command() -> str:
-    """Return the last part of the message of a run that ends early: the last checkpoint and the command to continue."""
+def saved_and_next_start() -> str:
+    """Return the last part of the message of a run that ends early: the last checkpoint and how to continue."""
     verb = "restart" if THIS_RUN.newest_checkpoint is None else "resume"
-    return f"{THIS_RUN.saved}. To {verb}: {resume_command()}"
-
-
-def resume_command() -> str:
-    """Return the command of the run, with `resume_from_checkpoint=auto`."""
-    command = THIS_RUN.command or typed_command()
-    if "resume_from_checkpoint=auto" not in command:
-        kept = (word for word in command if not word.startswith("resume_from_checkpoint="))
-        command = [*kept, "resume_from_checkpoint=auto"]
-    return shlex.join(command)
-
-
-def typed_command() -> list[str]:
-    """Return the words of the command that the user has typed: that of the launcher, if there is one."""
-    arguments = list(sys.orig_argv)
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        with suppress(OSError):  # without /proc, the launcher's arguments are unknown
-            arguments = Path(f"/proc/{os.getppid()}/cmdline").read_text().split("\0")[:-1]
-    interpreter, *rest = arguments
-    if rest and not rest[0].startswith("-") and not rest[0].endswith(".py"):
-        return [os.path.basename(rest[0]), *rest[1:]]  # a script such as tune, which was typed without its interpreter
-    return [os.path.basename(interpreter), *rest]
+    return f"{THIS_RUN.saved}. To {verb}: {SAME_COMMAND}"
 
 
 def lock_directory(directory: Path) -> IO[bytes]:

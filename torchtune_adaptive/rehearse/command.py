@@ -65,7 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--fixed", type=_fixed, action="append", default=[], metavar="FILE:LINE=N",
         help="let this line read the integer N from the GPU, instead of 0; the report names such lines",
     )  # fmt: skip
-    parser.add_argument("--snapshot", metavar="FILE", help="write FILE for pytorch.org/memory_viz, and draw FILE.png")
+    parser.add_argument("--snapshot", metavar="FILE", help="write the memory snapshot FILE for pytorch.org/memory_viz")
     parser.add_argument("--format", choices=("text", "json"), default="text", help="output format")
     parser.add_argument("words", nargs=argparse.REMAINDER, metavar="command", help="the script and its arguments")
 

@@ -31,7 +31,7 @@ from torch.utils.weak import WeakIdRef
 from torchtune_adaptive.null_cuda import used_convolutions, used_flops, used_memory, used_workspaces
 from torchtune_adaptive.rehearsal_flag import REHEARSAL
 from torchtune_adaptive.rehearse.fake_ranks import after_import
-from torchtune_adaptive.rehearse.memory_history import UPDATE, MemoryHistory, memory_by_holder
+from torchtune_adaptive.rehearse.memory_history import MemoryHistory, memory_by_holder
 from torchtune_adaptive.rehearse.recording import lines_of
 from torchtune_adaptive.rehearse.result import BRANCH, FIXED, INTEGER, NEEDS_OTHERS
 from torchtune_adaptive.rehearse.start import CannotRehearse, RankSettings
@@ -174,7 +174,6 @@ class StepRecorder:
                 "values: rehearse with torch.optim.SGD and add their size"
             )
         self._allocated = _allocated()
-        self._history.begin(self._current_step, UPDATE)
 
     def _after_optimizer_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if self._searching or optimizer is not self._stepping:
@@ -272,9 +271,8 @@ class StepRecorder:
                 self._file.write(json.dumps({"kind": kind, **figures}) + "\n")
             # at the end, unless an out-of-memory error ended the script: that error has saved it
             if kind == "out_of_memory" or (kind == "end" and not figures["by_memory"]):
-                fullest = max(self._run, key=lambda device: self._run[device].reserved_bytes, default=0)
                 try:
-                    self._history.save(figures.get("device", fullest))
+                    self._history.save()
                 except OSError as error:
                     print(f"rehearse: --snapshot is not written: {error}; name a file elsewhere", file=sys.stderr)
 

@@ -11,10 +11,9 @@ import logging
 import os
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from math import isfinite
 from pathlib import Path
-from typing import Any
 
 from torchtune_adaptive.atomic_files import reason
 from torchtune_adaptive.engine.governor import Change
@@ -31,27 +30,6 @@ SCHEDULE = "schedule"
 EPOCH = "epoch"
 VALIDATION = "validation"
 """Kinds of event, in addition to those of `governor.Change`."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Event:
-    """An event that is not a Change of the limit. Fields that are None are omitted from the file. The fields that a
-    Change also has mean the same. In addition, `before` and `after` may be batch sizes."""
-
-    kind: str
-    step: int
-    """The step in which, or after which, it happened."""
-    stage: str | None = None
-    reason: str
-    """The log line."""
-    unit: str | None = None
-    before: int | None = None
-    after: int | None = None
-    peak_bytes: int | None = None
-    budget_bytes: int | None = None
-    val_loss: float | None = None
-    result: Mapping[str, Any] | None = None
-    """The result of a search, with its probes."""
 
 
 class Journal:
@@ -73,13 +51,19 @@ class Journal:
     def start(self, steps_done: int) -> None:
         """Record that training starts after `steps_done` steps. Readers ignore later steps in lines before this one."""
         reason = f"training starts after step {steps_done}" if steps_done else "training starts"
-        self.event(Event(kind=START, step=steps_done, reason=reason))
+        self.record(START, steps_done, reason)
         if self._directory is not None and os.path.isfile(self._directory / STEPS_FILE):
             self._append(STEPS_FILE, {"kind": START, "step": steps_done})
 
-    def event(self, event: Event | Change) -> None:
-        """Append an event."""
-        self._append(EVENTS_FILE, {name: value for name, value in asdict(event).items() if value is not None})
+    def event(self, change: Change) -> None:
+        """Append a change of the limit."""
+        self.record(**asdict(change))
+
+    def record(self, kind: str, step: int, reason: str, **figures: object) -> None:
+        """Append an event that has happened in or after this step, with its log line. Figures that a Change also has
+        mean the same, but `before` and `after` may be batch sizes. Those that are None are omitted."""
+        known = {name: value for name, value in figures.items() if value is not None}
+        self._append(EVENTS_FILE, {"kind": kind, "step": step, "reason": reason, **known})
 
     def step(self, step: int, metrics: Mapping[str, object]) -> None:
         """Append the metrics of a step."""

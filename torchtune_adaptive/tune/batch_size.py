@@ -31,7 +31,7 @@ from torchtune_adaptive.errors import ConfigError, OneRowDoesNotFitError, Remedy
 from torchtune_adaptive.formatting import count_of
 from torchtune_adaptive.lifecycle.console import log_rank_0, progress_bar
 from torchtune_adaptive.rehearsal_flag import REHEARSAL
-from torchtune_adaptive.report.journal import SEARCH, Event
+from torchtune_adaptive.report.journal import SEARCH
 from torchtune_adaptive.report.tables import profile_table, search_table
 from torchtune_adaptive.tune import schedule
 from torchtune_adaptive.tune.data import Data
@@ -266,8 +266,8 @@ def _record(
     log_rank_0(table)
     values = asdict(result)
     REHEARSAL.record("search", {"stage": stage, "result": values})
-    figures |= {"stage": stage or None, "reason": reason, "budget_bytes": result.budget_bytes, "result": values}
-    loop.run.journal.event(Event(kind=SEARCH, step=loop.run.progress.step, **figures))
+    figures |= {"stage": stage or None, "budget_bytes": result.budget_bytes, "result": values}
+    loop.run.journal.record(SEARCH, loop.run.progress.step, reason, **figures)
 
 
 def _measure(measure: Callable[..., Result], step: TrainingStep[Any], kind: TokenKind) -> Result:

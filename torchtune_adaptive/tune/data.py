@@ -28,7 +28,6 @@ from torchtune_adaptive.config.keys import Settings
 from torchtune_adaptive.engine.ranks import from_all_ranks
 from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.formatting import count_of
-from torchtune_adaptive.lifecycle.console import log_if_slow
 from torchtune_adaptive.tune.checked_dataset import CheckedDataset
 from torchtune_adaptive.tune.distributed import Meshes
 from torchtune_adaptive.tune.images import collate_images
@@ -94,7 +93,6 @@ def data_of(
     return Data(samples, packed, collate, loader, getattr(tokenizer, "max_seq_len", None))
 
 
-@log_if_slow("built the dataset")
 def build_dataset(cfg: DictConfig, tokenizer: Tokenizer) -> tuple[Dataset[Sample], bool]:
     """Build `cfg.dataset`; a list of datasets is concatenated. Return it, and True if its rows are packed."""
     section = components.require_parts(cfg, "dataset")

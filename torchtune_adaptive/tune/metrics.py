@@ -27,7 +27,7 @@ from torchtune_adaptive.errors import NotLearningError
 from torchtune_adaptive.formatting import count_of, format_bytes
 from torchtune_adaptive.lifecycle.console import progress_bar
 from torchtune_adaptive.lifecycle.run_state import THIS_RUN, RunPhase
-from torchtune_adaptive.report.journal import EPOCH, SCHEDULE, VALIDATION, Event, Journal
+from torchtune_adaptive.report.journal import EPOCH, SCHEDULE, VALIDATION, Journal
 
 logger = logging.getLogger(__name__)
 
@@ -43,13 +43,12 @@ def record_epoch(
     step, epoch = progress.step, f"epoch {sizes.epoch}"
     for stage, limit in limits.items():
         reason = f"{epoch}{', ' * bool(stage)}{stage}: microbatches of at most {limit}"
-        event = Event(kind=EPOCH, step=step, stage=stage or None, reason=reason, unit=limit.unit, after=limit.size)
-        journal.event(event)
+        journal.record(EPOCH, step, reason, stage=stage or None, unit=limit.unit, after=limit.size)
     earlier = (progress.epochs_started or (sizes,))[-1]
     if earlier.samples_per_step != sizes.samples_per_step:
         before, after = earlier.samples_per_step * ranks, sizes.samples_per_step * ranks
         reason = f"{epoch}: batch size {earlier.batch_size} -> {sizes.batch_size}, samples a step {after}"
-        journal.event(Event(kind=SCHEDULE, step=step, reason=reason, unit="samples", before=before, after=after))
+        journal.record(SCHEDULE, step, reason, unit="samples", before=before, after=after)
 
 
 class Metrics:
@@ -167,7 +166,7 @@ class Metrics:
             if not math.isfinite(figures["val_loss"]):
                 logger.warning("step %d: the validation loss is not finite; check the samples of dataset_val", step)
             self._log_dict(step, figures)
-            self._journal.event(Event(kind=VALIDATION, step=step, reason=line, val_loss=figures["val_loss"]))
+            self._journal.record(VALIDATION, step, line, val_loss=figures["val_loss"])
 
     def _log_dict(self, step: int, figures: Mapping[str, Any]) -> None:
         try:

@@ -25,7 +25,6 @@ from torchtune_adaptive.config.keys import Settings
 from torchtune_adaptive.engine.ranks import synchronize_replicas
 from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.formatting import count_of
-from torchtune_adaptive.lifecycle.console import log_if_slow
 from torchtune_adaptive.tune.distributed import SHARDING, Devices, Meshes
 from torchtune_adaptive.tune.unpadded import support_documents
 
@@ -167,7 +166,6 @@ def _call_where_present(model: nn.Module, method: str) -> None:
             getattr(module, method)()
 
 
-@log_if_slow("loaded the weights into the model")
 def _load(model: nn.Module, weights: Weights, settings: Settings, device: torch.device, *, strict: bool) -> None:
     """Collective: load unsharded weights, which every rank has read from the same files."""
     if isinstance(weights, Unfilled):

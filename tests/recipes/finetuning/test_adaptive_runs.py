@@ -14,7 +14,6 @@ from tests.captured_logs import captured_log
 from tests.ranks import run_on_ranks
 from tests.recipes.recorders import read_log
 from tests.recipes.running import RELATIVE_AFTER_ADAM, demo_config, run_ours
-from tests.saved_figures import is_drawn
 
 DRAWS = Path(__file__).parents[3] / "examples" / "draw_run.py"
 PLAIN = ("batch_size=2", "gradient_accumulation_steps=4", "clip_grad_norm=inf")
@@ -130,7 +129,10 @@ def test_record_of_a_run_has_its_events(runs: Runs) -> None:
     assert (epoch["step"], epoch["after"], epoch["unit"]) == (0, 8, "rows")
     if find_spec("matplotlib"):
         subprocess.run([sys.executable, DRAWS, output], check=True, timeout=60)
-        assert is_drawn(output / "adaptive_report.png")
+        pixels = pytest.importorskip("matplotlib.image").imread(output / "adaptive_report.png")
+        inked = float((pixels[..., :3].min(axis=2) < 0.9).mean())
+        assert min(pixels.shape[:2]) > 300
+        assert 0.005 < inked < 0.5
 
 
 def test_record_has_memory_and_budget_of_every_step(runs: Runs) -> None:

@@ -8,10 +8,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.captured_logs import captured_log
 from tests.ranks import PATIENCE
 from torchtune_adaptive.lifecycle import console
-from torchtune_adaptive.lifecycle.console import log_if_slow, log_to_stderr, progress_bar
+from torchtune_adaptive.lifecycle.console import log_to_stderr, progress_bar
 
 
 class Terminal(io.StringIO):
@@ -84,17 +83,3 @@ def status_of(program: str, into: str) -> subprocess.CompletedProcess[str]:
 
 def test_run_survives_a_closed_log() -> None:
     assert status_of(FALLS_SILENT, "2>&1 | true").stdout == "0\n"
-
-
-def test_phase_is_logged_if_it_takes_over_two_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = iter([0.0, 1.9, 10.0, 15.2])
-    monkeypatch.setattr(console.time, "monotonic", lambda: next(clock))
-    monkeypatch.setattr("torch.distributed.get_rank", lambda: 0)
-
-    @log_if_slow("read the weights")
-    def read() -> str:
-        return "weights"
-
-    with captured_log() as lines:
-        assert [read(), read()] == ["weights", "weights"]
-    assert lines == ["read the weights · 5 s"]

@@ -12,7 +12,6 @@ from torch.distributed.launcher.api import LaunchConfig
 
 from tests.ranks import PATIENCE
 from torchtune_adaptive.lifecycle import run_state, signals, torchrun
-from torchtune_adaptive.lifecycle.run_state import resume_command
 
 LISTENS = """
 import os, signal, sys, time
@@ -137,40 +136,10 @@ def test_rank_with_a_failed_peer_ends_silently(how: str, attempt: Path) -> None:
 
 
 def test_error_replaces_the_recorded_signal(tmp_path: Path) -> None:
-    run_state.record_start(tmp_path, "tune run", 0)
+    run_state.record_start(tmp_path, 0)
     run_state.record_end(tmp_path, run_state.SIGNALLED, "SIGTERM")
     run_state.record_end(tmp_path, run_state.ERROR, "lower the rate")
     run_state.record_end(tmp_path, run_state.SIGNALLED, "SIGTERM")
     run = run_state.read_record(tmp_path)
     assert run is not None
     assert (run.ended, run.message) == (run_state.ERROR, "lower the rate")
-
-
-@pytest.mark.parametrize(
-    ("typed", "resumes"),
-    [
-        (["/v/bin/python", "/v/bin/tune", "run", "r", "epochs=2"], "tune run r epochs=2 resume_from_checkpoint=auto"),
-        (
-            ["python3", "recipe.py", "--config", "a b", "resume_from_checkpoint=False"],
-            "python3 recipe.py --config 'a b' resume_from_checkpoint=auto",
-        ),
-        (
-            ["python3", "-m", "torch.distributed.run", "r.py", "resume_from_checkpoint=auto", "epochs=3"],
-            "python3 -m torch.distributed.run r.py resume_from_checkpoint=auto epochs=3",
-        ),
-    ],
-)
-def test_resume_command(typed: list[str], resumes: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run_state, "THIS_RUN", run_state.ThisRun())
-    monkeypatch.setattr(run_state.sys, "orig_argv", typed)
-    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
-    assert resume_command() == resumes
-
-
-def test_resume_command_is_the_launchers_after_it_was_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    started = run_state.ThisRun()
-    monkeypatch.setattr(run_state, "THIS_RUN", started)
-    monkeypatch.setattr(run_state, "typed_command", lambda: ["tune", "run", "recipe"])
-    started.keep_record_in(tmp_path)
-    monkeypatch.setattr(run_state, "typed_command", lambda: ["init"])
-    assert resume_command() == "tune run recipe resume_from_checkpoint=auto"

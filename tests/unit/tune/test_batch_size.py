@@ -12,7 +12,6 @@ from tests.unit.report.test_tables import example, profiled
 from tests.unit.tune.minimal_config import NEEDED
 from torchtune_adaptive.config.keys import AdaptiveConfig, Settings
 from torchtune_adaptive.errors import OneRowDoesNotFitError, Remedy, SampleTooLargeError
-from torchtune_adaptive.report.journal import Event
 from torchtune_adaptive.tune import batch_size
 from torchtune_adaptive.tune.batch_size import check_lengths
 from torchtune_adaptive.tune.checked_dataset import CheckedDataset
@@ -31,7 +30,7 @@ def settings(changed: dict[str, Any] | None = None, **adaptive: Any) -> Settings
     return Settings(**{**NEEDED, **(changed or {}), "adaptive": AdaptiveConfig(**adaptive)})
 
 
-def searched(measure: Any, stage: str = "policy", **adaptive: Any) -> Event:
+def searched(measure: Any, stage: str = "policy", **adaptive: Any) -> Any:
     """Return the event of a search of 4096 tokens that finds the result of `measure`."""
     step, loop = mock.Mock(length=4096, sample={}), mock.Mock()
     step.runner.stage = stage
@@ -44,9 +43,8 @@ def searched(measure: Any, stage: str = "policy", **adaptive: Any) -> Event:
     ):
         search: Any = batch_size.profile_lengths if adaptive.get("token_budget") else batch_size.search_rows
         search(loop, step, mock.MagicMock(), most_rows=64)
-    (event,) = run.journal.event.call_args.args
-    assert isinstance(event, Event)
-    return event
+    called = run.journal.record.call_args
+    return SimpleNamespace(reason=called.args[2], **called.kwargs)
 
 
 def test_journal_has_the_result() -> None:
