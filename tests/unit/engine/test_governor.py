@@ -102,6 +102,18 @@ def test_limit_lowered_by_a_temporary_spike_grows_back():
     assert run.events[1].reason == "step 10: 10 steps without memory problems: 4 rows -> 8 rows, on probation"
 
 
+@pytest.mark.parametrize(("quiet", "wait"), [(3, 2), (12, 16)], ids=["soon", "later"])
+def test_failure_soon_after_a_search_is_tried_again_sooner(quiet: int, wait: int):
+    run = Run(regrow_after=16)
+    run.governor.allow(RowLimit(8))
+    run.quiet(quiet)
+    run.out_of_memory()
+    run.quiet(wait - 1)
+    assert run.rows == 4
+    run.quiet()
+    assert run.rows == 8
+
+
 def test_retries_delay_growth():
     run = Run()
     run.out_of_memory()
