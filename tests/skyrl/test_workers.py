@@ -261,6 +261,10 @@ def _errors() -> dict[str, str]:
     fail("one row does not fit", use_maximum_batch_size=True, memory_limit="300KiB", **SEARCHED)
     fail("limit exhausted", memory_limit="250KiB")
     fail("no limit", use_maximum_batch_size=True, **SEARCHED)
+    _, ours = pair(case)
+    ours.sequence_parallel_size = 2
+    with pytest.raises(ConfigError, match="sequence_parallel_size is 2"):
+        ours.forward_backward(batch())
     _, ours = pair(case, memory_limit="250KiB", recover_from_oom=False)
     with pytest.raises(torch.OutOfMemoryError):
         ours.forward_backward(batch())

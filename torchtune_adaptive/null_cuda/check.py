@@ -263,7 +263,12 @@ class Replay:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) != 2:
+        sys.exit("usage: python -m torchtune_adaptive.null_cuda.check FOLDER, the value of NULL_CUDA_RECORD in the run")
     report = Replay(sys.argv[1])
-    summary = f"{len(report.recordings)} ranks, {report.calls} calls, {len(report.problems)} problems"
+    if not report.recordings:
+        sys.exit(f"{sys.argv[1]} has no recording: pass the folder that NULL_CUDA_RECORD named in the run")
+    counts = zip((len(report.recordings), report.calls, len(report.problems)), ("rank", "call", "problem"), strict=True)
+    summary = ", ".join(count_of(number, what) for number, what in counts)
     print(*report.problems, summary, sep="\n")
     sys.exit(3 if report.problems else 0)

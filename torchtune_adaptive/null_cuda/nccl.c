@@ -60,6 +60,7 @@ static int open_record(void) {
   snprintf(path, sizeof path, "%s/rank%s", folder, rank ? rank : name);
   record = fopen(path, "ae");
   if (record) setvbuf(record, NULL, _IOLBF, 0);
+  else fprintf(stderr, "null device: NULL_CUDA_RECORD is %s, where no file can be written: nothing is recorded\n", folder);
   return state = record ? 1 : -1;
 }
 static int records(void) { return (state ? state : open_record()) > 0; }

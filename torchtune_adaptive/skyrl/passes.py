@@ -82,6 +82,11 @@ class WorkerPasses:
 
     def __init__(self, worker: Any, arguments: Any) -> None:
         """Collective: the worker's model must be sharded."""
+        if worker.sequence_parallel_size > 1:
+            raise ConfigError(
+                f"sequence_parallel_size is {worker.sequence_parallel_size}, and ranks that exchange activations cannot "
+                "repeat a batch: set it to 1, or use SkyRL's own worker"
+            )
         self._worker, self._cfg, self._arguments = worker, worker.cfg, arguments
         self._model = worker.model.model if isinstance(worker.model, HFModelWrapper) else worker.model
         self._optimizers = [worker.optimizer] if worker.optimizer else []
