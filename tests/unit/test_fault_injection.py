@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.fault_injection import FaultInjector
+from tests.fault_injection import FaultInjector, wrapping_passes
 from torchtune_adaptive import RowLimit, SampleKind, StepRunner, Totals
 
 SAMPLES = [torch.arange(4.0)] * 4
@@ -89,7 +89,7 @@ def test_probes_do_not_fail():
 
 def test_wrappers_of_passes_stay_active_inside_and_after():
     runner, seen = runner_of(), []
-    with runner.wrapping_passes(lambda inside: seen.append(inside) or nullcontext()):
+    with wrapping_passes(runner, lambda inside: seen.append(inside) or nullcontext()):
         with FaultInjector(runner).fail_at(rank=0, step=0):
             runner.run(SAMPLES, step=0)
         assert seen == ["microbatch", "drain", "microbatch", "microbatch"]
