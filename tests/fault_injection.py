@@ -14,10 +14,27 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torchtune_adaptive.engine.memory import wraps_tensors
 from torchtune_adaptive.engine.ranks import rank as this_rank
 from torchtune_adaptive.engine.ranks import world_size
-from torchtune_adaptive.engine.step import PassKind, StepRunner
+from torchtune_adaptive.engine.step import ContextForPass, PassKind, StepRunner
 
 if TYPE_CHECKING:
     from torch._ops import OpOverload
+
+
+@contextmanager
+def wrapping_passes(runner: StepRunner[Any], context_for: ContextForPass) -> Iterator[None]:
+    """Run every microbatch and every drain inside the context that `context_for` returns for this kind of pass."""
+    before = runner.context_for
+
+    @contextmanager
+    def nested(kind: PassKind) -> Iterator[None]:
+        with before(kind), context_for(kind):
+            yield
+
+    runner.context_for = nested
+    try:
+        yield
+    finally:
+        runner.context_for = before
 
 
 class _Place(NamedTuple):
@@ -76,7 +93,7 @@ class FaultInjector:
         return self
 
     def __enter__(self) -> FaultInjector:
-        self._open.enter_context(self._runner.wrapping_passes(self._context_for))
+        self._open.enter_context(wrapping_passes(self._runner, self._context_for))
         return self
 
     def __exit__(self, *error: object) -> None:

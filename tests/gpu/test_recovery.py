@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from tests.distributed.models import gradients_equal, gradients_of
+from tests.fault_injection import wrapping_passes
 from tests.gpu.real_steps import (
     ON_NULL,
     Memory,
@@ -89,7 +90,7 @@ class Watched:
 
     def run(self, samples: Sequence[Sample]) -> int:
         self.failed_at, self.live_bytes = [], []
-        with self.runner.wrapping_passes(self._noting):
+        with wrapping_passes(self.runner, self._noting):
             return self.runner.run(samples, step=1).recoveries
 
 

@@ -47,7 +47,7 @@ from torchtune_adaptive.errors import CheckpointError, NotLearningError, Remedy,
 from torchtune_adaptive.failed_writes import cause_of_failed_write, python_opens_files
 from torchtune_adaptive.formatting import format_bytes
 from torchtune_adaptive.lifecycle.console import log_rank_0
-from torchtune_adaptive.lifecycle.run_state import THIS_RUN, RunPhase, now
+from torchtune_adaptive.lifecycle.run_state import SAME_COMMAND, THIS_RUN, RunPhase, now
 
 logger = logging.getLogger(__name__)
 
@@ -237,4 +237,4 @@ def _last_good() -> str:
 
 def _once_fixed() -> str:
     again = "resume" if THIS_RUN.newest_checkpoint else "start over"
-    return f"once that is fixed, {again} with the same command and resume_from_checkpoint=auto"
+    return f"once that is fixed, {again} with {SAME_COMMAND}"

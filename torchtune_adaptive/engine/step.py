@@ -20,8 +20,8 @@ import logging
 import math
 import time
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
@@ -240,7 +240,8 @@ class StepRunner(Generic[Sample]):
         """Number of the current or latest step; None after `attempt`."""
         self._forward_backward, self._ledger = forward_backward, self.recovery.ledger
         self._governor = Governor(limit, regrow_after=self.recovery.regrow_after, stage=stage)
-        self._context_for: ContextForPass = lambda _: nullcontext()
+        self.context_for: ContextForPass = lambda _: nullcontext()
+        """Returns a context for each microbatch and each drain. Tests inject faults with it."""
         self._next_plan: _NextPlan | None = None
         self._others_with_gradients = 0  # number of other models with gradients before the latest attempt
         self._gathers_from_all = fsdp.gathers_from_all(model)
@@ -286,22 +287,6 @@ class StepRunner(Generic[Sample]):
     def measure_memory(self, memory: MemorySource | None) -> None:
         """Measure memory from the next step on. Results then contain it, and allocator retries lower the limit."""
         self._gauge = Gauge(memory, several_stages=bool(self.stage))
-
-    @contextmanager
-    def wrapping_passes(self, context_for: ContextForPass) -> Iterator[None]:
-        """Run every microbatch and every drain inside the context that `context_for` returns for this kind of pass."""
-        before = self._context_for
-
-        @contextmanager
-        def nested(kind: PassKind) -> Iterator[None]:
-            with before(kind), context_for(kind):
-                yield
-
-        self._context_for = nested
-        try:
-            yield
-        finally:
-            self._context_for = before
 
     def state_dict(self) -> LimitState:
         """Return the state of the limit for a checkpoint. It is the same on all ranks."""
@@ -474,7 +459,7 @@ class StepRunner(Generic[Sample]):
             self._ledger.begin_microbatch(number)
             # if other code communicates in the backward, too, the order of collectives could differ between ranks
             reducing = buckets.reducing(overlaps=not self._ledger.saw_other_messages) if buckets else nullcontext()
-            with self._context_for("microbatch"), self._ledger.listening(), reducing:
+            with self.context_for("microbatch"), self._ledger.listening(), reducing:
                 added = Totals.of(self._forward_backward(microbatch))
             self._ledger.end_microbatch()
             return added if totals is None else totals.plus(added)
@@ -499,7 +484,7 @@ class StepRunner(Generic[Sample]):
             try:
                 self._discard()
                 release_memory()
-                with self._context_for("drain"):
+                with self.context_for("drain"):
                     self._ledger.drain(
                         [partial(self._run_on_copies, each) for each in microbatches],
                         # FSDP's collectives do not depend on the sample, so any sample may be passed to the filler

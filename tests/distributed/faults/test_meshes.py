@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from tests.distributed.faults.meshes import MESH_CASES, parts_of
 from tests.distributed.faults.sweeps import sweep
 from tests.distributed.models import gradients_equal, gradients_of, runner_of
-from tests.fault_injection import FaultInjector
+from tests.fault_injection import FaultInjector, wrapping_passes
 from tests.ranks import RankFailed, run_on_ranks
 from torchtune_adaptive.engine import ghost
 from torchtune_adaptive.engine.limits import RowLimit
@@ -400,7 +400,7 @@ def peaks() -> tuple[int, int]:
         yield
         drained.append((kind, meter.peak_bytes - before))
 
-    with meter, runner.wrapping_passes(around):
+    with meter, wrapping_passes(runner, around):
         bench.disturbed(runner, 900)
     kinds = dict(drained[:2])
     return kinds.get("drain", 0), max(size for kind, size in drained if kind == "microbatch")

@@ -20,7 +20,7 @@ from tests.distributed import models
 from tests.distributed.count_collectives import ALL_REDUCE, CountCollectives
 from tests.distributed.faults.fault_variants import over_ranks
 from tests.distributed.models import mesh_of, samples_of
-from tests.fault_injection import FaultInjector
+from tests.fault_injection import FaultInjector, wrapping_passes
 from tests.ranks import run_on_ranks
 from torchtune_adaptive.engine.ranks import LATE_S
 from torchtune_adaptive.engine.results import Totals
@@ -175,7 +175,7 @@ def break_off(spread: Callable[[nn.Module], nn.Module], microbatch: int) -> Step
             raise KeyError("not a number")
         return nullcontext()
 
-    with runner.wrapping_passes(broken), pytest.raises(KeyError):
+    with wrapping_passes(runner, broken), pytest.raises(KeyError):
         runner.run(samples_of(dist.get_rank(), SAMPLES), step=1)
     return runner
 
