@@ -7,6 +7,7 @@ import logging
 import pickle
 import runpy
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -262,6 +263,15 @@ def _errors() -> dict[str, str]:
     fail("limit exhausted", memory_limit="250KiB")
     fail("no limit", use_maximum_batch_size=True, **SEARCHED)
     _, ours = pair(case)
+    ours.forward_backward(batch())
+    before = [each.grad.clone() for each in ours.model.parameters() if each.grad is not None]
+    ours.arguments = replace(ours.arguments, memory_limit="250KiB")
+    ours.passes._arguments = ours.arguments
+    with pytest.raises(AdaptiveError):
+        ours.forward_backward(batch())
+    after = [each.grad for each in ours.model.parameters() if each.grad is not None]
+    assert all(map(torch.equal, before, after)), "gradients of earlier calls are kept"
+    _, ours = pair(case)
     ours.sequence_parallel_size = 2
     with pytest.raises(ConfigError, match="sequence_parallel_size is 2"):
         ours.forward_backward(batch())
@@ -278,6 +288,8 @@ def test_adaptive_refuses_other_classes_and_unknown_arguments() -> None:
         adaptive(KINDS["policy"], rows=1)
     with pytest.raises(ConfigError, match="max_generate_length"):
         adaptive(KINDS["policy"], use_maximum_batch_size=True, max_prompt_length=12)
+    with pytest.raises(ConfigError, match="max_prompt_length: '12' is invalid"):
+        adaptive(KINDS["policy"], max_prompt_length="12")
     made = adaptive(KINDS["policy"], regrow_after=5)
     assert adaptive(KINDS["policy"], regrow_after=5) is made
     assert adaptive(made, recover_from_oom=False).arguments.regrow_after == 5

@@ -84,8 +84,8 @@ class WorkerPasses:
         """Collective: the worker's model must be sharded."""
         if worker.sequence_parallel_size > 1:
             raise ConfigError(
-                f"sequence_parallel_size is {worker.sequence_parallel_size}, and ranks that exchange activations cannot "
-                "repeat a batch: set it to 1, or use SkyRL's own worker"
+                f"sequence_parallel_size is {worker.sequence_parallel_size}, and ranks that exchange activations "
+                "cannot repeat a batch: set it to 1, or use SkyRL's own worker"
             )
         self._worker, self._cfg, self._arguments = worker, worker.cfg, arguments
         self._model = worker.model.model if isinstance(worker.model, HFModelWrapper) else worker.model
@@ -108,6 +108,7 @@ class WorkerPasses:
         the whole batch, which gets their results."""
         run_micro, memory_limit = getattr(self._worker, name), self._arguments.memory_limit
         self._run_micro = lambda *inputs: run_micro(*inputs, *args, **kwargs)
+        self._loss = (args[0] if args else kwargs.get("loss_fn")) or self._cfg.algorithm.policy_loss_type
         budget = None if memory_limit is None else parse_size(memory_limit, "memory_limit")
         resident, device = resident_tensors(self._model, self._optimizers), torch.device(torch.cuda.current_device())
         with self._keeping_gradients(), memory_within(budget, device, resident) as memory:
@@ -148,10 +149,13 @@ class WorkerPasses:
         self.runners[stage] = StepRunner(self._model, self._run_microbatch, kind=kind, **options)
         self._limits[stage] = limit
         if self._arguments.searches:
-            limit = self._limits[stage] = self._search(
-                stage, data, memory, by_tokens=counts_tokens and budget == "auto"
-            )
-            self.runners[stage].use_limit(limit)
+            try:
+                found = self._search(stage, data, memory, by_tokens=counts_tokens and budget == "auto")
+            except BaseException:
+                del self.runners[stage]  # the next call searches again
+                raise
+            self._limits[stage] = found
+            self.runners[stage].use_limit(found)
         return self.runners[stage]
 
     def _begin(self, stage: str, data: TrainingInputBatch) -> None:
@@ -165,7 +169,8 @@ class WorkerPasses:
         by_rows = self._cfg.max_tokens_per_microbatch <= 0
         self._counts_microbatches = stage == TRAIN and self._is_critic and by_rows
         self._shares: dict[int, Fraction] = {}
-        if stage == TRAIN and not self._is_critic and self._cfg.algorithm.use_entropy_loss:
+        has_entropy = self._cfg.algorithm.use_entropy_loss and self._loss != "cross_entropy"
+        if stage == TRAIN and not self._is_critic and has_entropy:
             targets = [Fraction(count) for count in data["loss_mask"].sum(1).tolist()]
             for rows in self._configured:
                 total = sum(targets[row] for row in rows) or 1
@@ -174,17 +179,17 @@ class WorkerPasses:
     def _begin_attempt(self, stage: str, step: int, plan: Plan) -> None:
         """Discard the results of a failed attempt. Warn once about losses that do not add up over this plan."""
         self.plan, self._results = plan, []
-        kind, warnings = self._cfg.algorithm.policy_loss_type, set[str]()
+        warnings = set[str]()
         split = [{*rows} for rows in plan if rows not in self._configured]
         if self._shares and not all(any(rows <= {*whole} for whole in self._configured) for rows in split):
             warnings.add(
                 "trainer.algorithm.use_entropy_loss=true: the entropy bonus is a mean over the tokens of a microbatch; "
                 "after a recovery, some microbatches have rows of several configured ones, so weights of tokens differ"
             )
-        if split and stage == TRAIN and not self._is_critic and kind in SELECT_TOKENS:
+        if split and stage == TRAIN and not self._is_critic and self._loss in SELECT_TOKENS:
             warnings.add(
-                f"trainer.algorithm.policy_loss_type={kind} selects tokens of a microbatch, so a step that is repeated "
-                "in smaller microbatches trains on other tokens"
+                f"the loss {self._loss} (trainer.algorithm.policy_loss_type) selects tokens of a microbatch, so a step "
+                "that is repeated in smaller microbatches trains on other tokens"
             )
         for warning in warnings - self._warnings if rank() == 0 else ():
             logger.warning("%s", warning)
@@ -214,12 +219,17 @@ class WorkerPasses:
 
     @contextmanager
     def _keeping_gradients(self) -> Iterator[None]:
-        """Set the gradients of earlier batches aside, and add them at the end."""
+        """Set the gradients of earlier batches aside, and add them at the end. After an error, only these are left."""
         kept = [(each, each.grad) for each in self._model.parameters() if each.grad is not None]
         self._model.zero_grad(set_to_none=True)
-        yield
-        for parameter, gradient in kept:
-            parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
+        try:
+            yield
+        except BaseException:
+            self._model.zero_grad(set_to_none=True)
+            raise
+        finally:
+            for parameter, gradient in kept:
+                parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
 
     def _search(self, stage: str, data: Any, memory: MemorySource | None, *, by_tokens: bool) -> Limit:
         """Collective: search for the largest microbatch of the longest sequences, and return its limit."""

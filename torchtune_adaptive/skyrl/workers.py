@@ -47,6 +47,10 @@ class SkyRLArguments(AdaptiveArguments):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        for name in ("max_prompt_length", "max_generate_length"):
+            length = getattr(self, name)
+            if length is not None and (type(length) is not int or length < 1):
+                raise ConfigError(f"{name}: {length!r} is invalid; allowed: a number of tokens")
         if self.searches and not (self.max_prompt_length and self.max_generate_length):
             raise ConfigError(
                 "a search measures the longest sequence: pass max_prompt_length (trainer.max_prompt_length) and "
