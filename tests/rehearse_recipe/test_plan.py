@@ -16,12 +16,10 @@ from tests.null.processes import skip_without_null_device
 from tests.rehearse_recipe.two_ranks import errors_and_flushes, plan_request, rehearsed, trained
 from torchtune_adaptive.config.command_line import locate, read_config
 from torchtune_adaptive.errors import AdaptiveError, ConfigError
-from torchtune_adaptive.rehearse.gpus import GPUS
+from torchtune_adaptive.rehearse.gpus import GPUS, Gpu
 from torchtune_adaptive.rehearse.result import RehearsalResult
-from torchtune_adaptive.rehearse.sweep import SweepRow
-from torchtune_adaptive.rehearse_recipe import changes as changes_module
-from torchtune_adaptive.rehearse_recipe.changes import Words, changes_that_fit, changes_to_try, training_command
-from torchtune_adaptive.rehearse_recipe.plan import print_plan
+from torchtune_adaptive.rehearse.sweep import SweepRow, compare
+from torchtune_adaptive.rehearse_recipe.plan import print_plan, training_command
 from torchtune_adaptive.rehearse_recipe.request import PlanRequest, read_request
 from torchtune_adaptive.rehearse_recipe.start import rehearse_recipe
 
@@ -80,21 +78,12 @@ def test_numbers_of_ranks_and_gpus_give_one_table_whose_fastest_row_has_the_comm
     assert lines[-1].startswith(f"train with: tune run --nproc_per_node {rows[fastest][1]} ")
 
 
-def test_config_that_does_not_fit_lists_settings_that_do_with_their_command(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    changes = [changes_module.EVERY_SECOND_LAYER, ("enable_activation_checkpointing=True",), ("compile=True",)]
-    monkeypatch.setattr(changes_module, "changes_that_save_memory", lambda *_: changes)
-    sizes = ("memory_limit=3500MiB", "memory_overhead=0", "sequence_length=4096")
+def test_config_that_does_not_fit_is_an_error_with_remedies(capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = ("memory_limit=1500MiB", "memory_overhead=0", "sequence_length=4096")
     words = [*DEMO[1:], "model.num_layers=8", *sizes, "batch_size=1", "use_maximum_batch_size=False"]
-    with pytest.raises(AdaptiveError, match="the config does not fit; the settings above fit"):
+    with pytest.raises(AdaptiveError, match="the config does not fit: lower batch_size"):
         print_plan(DEMO[0], words)
-    printed = capsys.readouterr().out
-    assert "does not fit: out of memory in step 1" in printed
-    rates = [float(line.split()[8].replace(",", "")) for line in printed.splitlines() if "  yes  " in line]
-    assert rates == sorted(rates, reverse=True)
-    assert len(rates) == 2
-    assert "train with: tune run --nproc_per_node 1 adaptive_full_finetune_distributed" in printed
+    assert "does not fit: out of memory in step 1" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -140,38 +129,14 @@ def demo_request(*words: str) -> PlanRequest:
     return read_request(read_config(locate("adaptive/demo/full"), words), "adaptive/demo/full", words)
 
 
-def test_changes_are_tried_alone_then_combined_then_more_ranks() -> None:
-    *changes, two, four, eight = changes_to_try(demo_request("batch_size=64", "optimizer.fused=True"), 2)
-    assert [two, four, eight] == [((), 4), ((), 8), ((), 16)]
-    names = [" ".join(words) for words, ranks in changes if ranks == 2]
-    assert names[:2] == ["use_maximum_batch_size=True", "compile=True"]
-    assert "optimizer._component_=torchao.optim.AdamW8bit ~optimizer.fused" in names
-    last_single, combined = (
-        names.index("fsdp_cpu_offload=True"),
-        names.index("use_maximum_batch_size=True compile=True"),
-    )
-    assert last_single < combined
-    assert all("ac_mode" not in name for name in names[combined:]), "excludes checkpointing of all layers"
-
-
-def test_changes_without_effect_are_not_tried() -> None:
-    words = ("compile=True", "enable_activation_checkpointing=True", "optimizer=torchao.optim.AdamW8bit")
-    changes = changes_to_try(demo_request(*words, "~optimizer.fused"), 1)
-    assert {words for words, _ in changes} == {
-        ("enable_activation_checkpointing=True", "enable_activation_offloading=True"),
-        (),
-    }
-
-
-def test_training_command_has_the_changes_of_a_row_and_no_keys_of_this_command() -> None:
+def test_training_command_has_the_ranks_of_a_row_and_no_keys_of_this_command() -> None:
     request = demo_request("batch_size=64", "optimizer.fused=True", "world_size=2", "memory_limit=h100")
     found = RehearsalResult(usable_bytes=GIB, overhead_bytes=0, rank=0, ranks=16, status=0)
-    label = "use_maximum_batch_size=True ~optimizer.fused"
-    command = training_command(request, SweepRow(GPUS["h100"], found, label=label))
+    command = training_command(request, SweepRow(GPUS["h100"], found))
     assert command == (
         "tune run --nnodes 2 --nproc_per_node 8 --rdzv_backend c10d --rdzv_endpoint NODE0:29400 "
-        "adaptive_full_finetune_distributed --config adaptive/demo/full device=cuda use_maximum_batch_size=True "
-        "batch_size=64 '~optimizer.fused' adaptive.memory_limit=null"
+        "adaptive_full_finetune_distributed --config adaptive/demo/full device=cuda use_maximum_batch_size=False "
+        "batch_size=64 optimizer.fused=True adaptive.memory_limit=null"
     )
 
 
@@ -197,18 +162,16 @@ def test_searches_and_error_of_the_recipe_are_read_from_the_record(tmp_path: Pat
     ]
 
 
-def rehearse_and_end_parent(request: PlanRequest, first: Words, words: Words, *case: Any) -> RehearsalResult:
-    if tuple(words) == first:
+def rehearse_and_end_parent(request: PlanRequest, words: tuple[str, ...], card: Gpu, ranks: int) -> RehearsalResult:
+    if ranks == 1:
         threading.Timer(1, os.kill, (os.getppid(), signal.SIGTERM)).start()
-    return rehearse_recipe(request, words, *case)
+    return rehearse_recipe(request, words, card, ranks)
 
 
 def test_signal_ends_all_rehearsals() -> None:
     request = plan_request()
-    found = RehearsalResult(usable_bytes=GIB, overhead_bytes=0, rank=0, ranks=2, status=1)
-    rehearse = partial(rehearse_and_end_parent, request, changes_to_try(request, 2)[0][0])
     with pytest.raises(KeyboardInterrupt):
-        changes_that_fit(request, rehearse, SweepRow(request.gpus[0], found))
+        compare(partial(rehearse_and_end_parent, request), (), request.gpus, [1, 2, 4])
 
 
 def test_recoveries_and_flushes_are_those_of_a_run_on_two_ranks() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import functools
 import linecache
+import os
 import sys
 import threading
 from collections import Counter
@@ -17,7 +18,7 @@ import torch
 
 from torchtune_adaptive.rehearse.result import BRANCH, INTEGER
 
-_HERE, TORCH = str(Path(__file__).parent), str(Path(torch.__file__).parent)
+_HERE, TORCH = (str(Path(file).parent) + os.sep for file in (__file__, torch.__file__))  # not torchtune and the like
 MOST_ITERATIONS = 4096
 """A loop on a guessed condition ends after this many iterations."""
 LARGE_NUMBER = 1e9

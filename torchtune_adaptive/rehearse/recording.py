@@ -33,7 +33,7 @@ _SIZES_DIFFER = {"alltoall", "alltoall_base", "all_to_all_single", "barrier", "g
 """Methods for which ranks may pass tensors of different sizes."""
 _LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")})
 _HERE = (str(Path(null_cuda.__file__).parent), str(Path(__file__).parent))
-_TORCH = (str(Path(torch.__file__).parent), contextlib.__file__, *_HERE, "<")
+_TORCH = (str(Path(torch.__file__).parent) + os.sep, contextlib.__file__, *_HERE, "<")
 MOST_BYTES = 480
 """Of the lines that led to a call."""
 _started = False

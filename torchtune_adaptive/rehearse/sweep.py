@@ -29,8 +29,6 @@ class SweepRow(NamedTuple):
 
     gpu: Gpu
     found: RehearsalResult
-    label: str = ""
-    """Settings that distinguish this row from others with the same GPU and number of ranks."""
 
     @property
     def ranks(self) -> int:
@@ -67,7 +65,7 @@ class SweepRow(NamedTuple):
             "gpu": self.gpu.name, "ranks": self.ranks, "fits": self.fits, "verdict": self.found.verdict(),
             "reserved_bytes": self.reserved_bytes, "usable_bytes": self.found.usable_bytes,
             "seconds": time.seconds if time else None, "range": time.range if time else None,
-            "tokens_per_second": self.tokens_per_second, "with": self.label, "searches": self.found.searches,
+            "tokens_per_second": self.tokens_per_second, "searches": self.found.searches,
         }  # fmt: skip
 
 
@@ -93,7 +91,7 @@ def as_table(rows: Sequence[SweepRow]) -> str:
     lines = [f"{'gpu':>9} {'ranks':>6}  {'fits':<9} {'reserved, of GiB':>17} {'time per step':>14} {'tokens/s':>10}"]
     for row in rows:
         time, rate = row.time, row.tokens_per_second
-        remark = f"{row.found.rows} {row.label}".strip()
+        remark = row.found.rows
         needed_bytes = row.reserved_bytes if row.fits else max(row.reserved_bytes, row.found.usable_bytes)
         memory = f"{'' if row.fits else '> '}{needed_bytes / GIB:.1f} of {row.found.usable_bytes / GIB:.1f}"
         lines.append(

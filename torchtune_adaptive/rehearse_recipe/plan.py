@@ -1,15 +1,18 @@
 """Print the predicted memory and time of a recipe: the command `tune-adaptive plan`."""
 
 import json
+import re
+import shlex
 from collections.abc import Sequence
 from functools import partial
 
 from torchtune_adaptive.config.checks import check_keys
 from torchtune_adaptive.config.command_line import locate, name_of, read_config
+from torchtune_adaptive.config.keys import keys_of, value_at
 from torchtune_adaptive.errors import AdaptiveError
-from torchtune_adaptive.rehearse.sweep import as_table, compare, ranking
-from torchtune_adaptive.rehearse_recipe.changes import changes_that_fit, training_command
-from torchtune_adaptive.rehearse_recipe.request import PLAN_KEYS, read_request
+from torchtune_adaptive.rehearse.start import ONE_MACHINE
+from torchtune_adaptive.rehearse.sweep import SweepRow, as_table, compare, ranking
+from torchtune_adaptive.rehearse_recipe.request import PLAN_KEYS, PlanRequest, PlanSettings, read_request
 from torchtune_adaptive.rehearse_recipe.start import rehearse_recipe
 
 
@@ -26,12 +29,6 @@ def print_plan(config: str, overrides: Sequence[str]) -> None:
     as_text, fits = plan.format == "table", any(row.fits for row in rows)
     if as_text:
         print(request.heading, rows[0].found.as_text() if len(rows) == 1 else as_table(rows), sep="\n", flush=True)
-    if not fits and plan.advise:
-        largest = max(rows, key=lambda row: row.ranks * row.gpu.memory)
-        fitting = changes_that_fit(request, run, largest)
-        rows += fitting
-        if as_text and fitting:
-            print("", as_table(fitting), sep="\n", flush=True)
     best = min((row for row in rows if row.fits), key=ranking, default=None)
     if not as_text:
         commands = ({"command": training_command(request, row) if row.fits else None} for row in rows)
@@ -39,7 +36,27 @@ def print_plan(config: str, overrides: Sequence[str]) -> None:
     elif best is not None:
         print(f"\ntrain with: {training_command(request, best)}")
     if not fits:
-        remedy = (
-            "no change of it fits: lower sequence_length, or use a larger GPU" if plan.advise else "set advise=True"
+        raise AdaptiveError(
+            "the config does not fit: lower batch_size or sequence_length, set enable_activation_checkpointing=True, "
+            "or use more ranks or a larger GPU"
         )
-        raise AdaptiveError(f"the config does not fit; {remedy if best is None else 'the settings above fit'}")
+
+
+def training_command(request: PlanRequest, row: SweepRow) -> str:
+    """Return the command that trains on the ranks of a row, with the overrides of the request."""
+    cfg, own = request.cfg, keys_of(PlanSettings)
+    words = [word for word in request.overrides if re.split("[.=]", word)[0] not in own]
+    if request.searches_rows and not cfg.get("use_maximum_batch_size"):
+        words.append("use_maximum_batch_size=True")
+    if request.plan.sequence_length is not None and value_at(cfg, "tokenizer.max_seq_len") != request.length:
+        words.append(f"tokenizer.max_seq_len={request.length}")
+    if value_at(cfg, "adaptive.memory_limit") is not None:
+        words.append("adaptive.memory_limit=null")
+    machines, left = divmod(row.ranks, ONE_MACHINE)
+    launcher = f"--nproc_per_node {row.ranks}"
+    if machines > 1 and not left:
+        rendezvous = "--rdzv_backend c10d --rdzv_endpoint NODE0:29400"
+        launcher = f"--nnodes {machines} --nproc_per_node {ONE_MACHINE} {rendezvous}"
+    last = {word.lstrip("~").partition("=")[0]: word for word in words}  # the last word of a key has effect
+    parts = ["tune run", launcher, request.recipe.name, "--config", request.config_name, shlex.join(last.values())]
+    return " ".join(parts).rstrip()

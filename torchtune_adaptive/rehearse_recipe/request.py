@@ -45,8 +45,6 @@ class PlanSettings:
     format: str = setting(one_of("table", "json"), "table")
     """output format. `json`: a list with an object for each row. Each has the keys of a row of `tune-adaptive
     rehearse --gpu 4090,h100`, and also `command`"""
-    advise: bool = setting(keys.BOOL, True)
-    """if it does not fit, rehearse changes of the config that save memory"""
 
 
 PLAN_KEYS = (*PPO_KEYS, *GRPO_KEYS, *keys.keys_of(PlanSettings))
