@@ -141,7 +141,9 @@ class RealStep:
 
 def build(cfg: DictConfig, device: torch.device) -> RealStep:
     """Collective: build in the recipe's order, with random weights, in the existing process group."""
-    settings, lora = read_lora_settings(cfg) if recipe_of(cfg).is_lora else (read_full_settings(cfg), None)
+    settings, lora = (
+        read_lora_settings(cfg) if recipe_of(cfg).saved_as.startswith("lora") else (read_full_settings(cfg), None)
+    )
     devices = Devices(device, mesh_of(device, settings))
     torch.manual_seed(0)
     checkpoint = {training.MODEL_KEY: Unfilled()}

@@ -109,13 +109,14 @@ lr_scheduler: constant
 bf16: false
 """
     plugin = """
-plugins: [torchtune_adaptive.hf.axolotl.AdaptivePlugin]
+plugins: [axolotl_plugin.AdaptivePlugin]
 adaptive:
   memory_limit: 5MiB
 """
+    shutil.copy("examples/axolotl_plugin.py", tmp_path)
     for name, text in {"stock": config, "ours": config + plugin}.items():
         (tmp_path / f"{name}.yaml").write_text(text + f"output_dir: {tmp_path / name}\n")
-        run(tmp_path, "axolotl", "train", f"{name}.yaml")
+        run(tmp_path, "env", "PYTHONPATH=.", "axolotl", "train", f"{name}.yaml")
     check(tmp_path)
 
 
@@ -127,7 +128,7 @@ def test_the_plugin_checks_its_section_and_extends_the_trainer_of_another_plugin
     from axolotl.integrations.diffusion.trainer import DiffusionTrainer
     from axolotl.utils.dict import DictDefault
 
-    from torchtune_adaptive.hf.axolotl import AdaptivePlugin
+    from examples.axolotl_plugin import AdaptivePlugin
 
     manager, plugin = PluginManager.get_instance(), AdaptivePlugin()
     manager.plugins |= {"ours": plugin, "other": DiffusionPlugin()}

@@ -9,7 +9,7 @@ from typing import Any
 from tests.unit.source import FILES, NAME, PACKAGE, RECIPES, ROOT, imported
 
 OURS = {NAME, *(path.stem for path in RECIPES)}
-FRAMEWORKS = {"axolotl": "hf/axolotl.py", "pydantic": "hf/axolotl.py", "ray": "skyrl/", "skyrl": "skyrl/"}
+FRAMEWORKS = {"ray": "skyrl/", "skyrl": "skyrl/"}
 """Frameworks that import a part of this package, with that part. No extra installs them."""
 NAMED_OTHERWISE = {"yaml": "pyyaml"}
 

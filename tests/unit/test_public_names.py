@@ -55,11 +55,10 @@ def test_package_exports_the_names_on_its_page() -> None:
 WRITTEN = re.compile(r"(?<![\w/.-])torchtune_adaptive(?:\.\w+)+")
 MEANT_NOT_TO_BE = {"torchtune_adaptive.tune.plan.no_such_module"}
 NEED_A_FRAMEWORK = {
-    "torchtune_adaptive.hf.axolotl.AdaptivePlugin",
     "torchtune_adaptive.skyrl",
     "torchtune_adaptive.skyrl.passes",
 }
-"""tests/hf/test_frameworks.py and tests/skyrl import them, where axolotl or SkyRL is installed."""
+"""tests/skyrl imports them, where SkyRL is installed."""
 
 
 def dotted_paths() -> Iterator[tuple[str, str]]:

@@ -293,11 +293,6 @@ class LoraSettings:
     lora_alpha: float = setting(ABOVE_ZERO)
 
 
-def on_gpu(where: Settings | DictConfig) -> bool:
-    """Return True if training runs on an accelerator: on any device other than the CPU."""
-    return not str(where.device).startswith("cpu")
-
-
 def read_common(cfg: DictConfig) -> Settings:
     """Read the settings that all recipes have."""
     of_components = (partial(check, rule, value_at(cfg, key), key) for key, rule in COMPONENT_KEYS.items())

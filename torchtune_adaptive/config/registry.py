@@ -44,11 +44,6 @@ class Recipe:
     """Dotted path of the keys that only this recipe has."""
 
     @property
-    def is_lora(self) -> bool:
-        """Return True if the recipe trains adapters."""
-        return self.saved_as.startswith("lora")
-
-    @property
     def trains_on_rollouts(self) -> bool:
         """Return True for PPO and GRPO."""
         return self.saved_as.endswith(("_ppo", "_grpo"))

@@ -19,7 +19,7 @@ from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.formatting import parse_amount
 from torchtune_adaptive.null_cuda import MAX_DEVICES, NullCudaError
 from torchtune_adaptive.rehearse.gpus import GPUS, Gpu
-from torchtune_adaptive.rehearse.result import MOST_INVERTED, Outcome, RehearsalResult
+from torchtune_adaptive.rehearse.result import MOST_INVERTED, Outcome
 from torchtune_adaptive.rehearse.start import RankSettings, check_command, rehearse, rehearse_quietly
 from torchtune_adaptive.rehearse.sweep import SweepRow, as_table, compare, largest, range_in
 
@@ -115,23 +115,13 @@ def _conflicts(options: argparse.Namespace, cards: list[Gpu], searched: bool) ->
 def _run(options: argparse.Namespace, command: list[str], cards: list[Gpu], settings: RankSettings) -> int:
     card = cards[0]
     found = rehearse(command, card, settings._replace(snapshot=options.snapshot or ""))
-    if found.fits and found.guessed_conditions:
-        found = found.or_larger(
-            {
-                place: _inverted(place, command, card, settings, found)
-                for place in found.guessed_conditions[:MOST_INVERTED]
-            }
-        )
+    if found.fits and (places := found.guessed_conditions[:MOST_INVERTED]):
+        print(f"rehearse: guesses decide at {', '.join(places)}: trying the other results, too", file=sys.stderr)
+        inverted = (settings._replace(inverted=place) for place in places)
+        others = [rehearse_quietly(each, command, card, found.ranks) for each in inverted]
+        found = found.or_larger(dict(zip(places, others, strict=True)))
     print(json.dumps(found.as_dict(), indent=2) if options.format == "json" else found.as_text())
     return HANGS if found.outcome is Outcome.HANGS else _status(found.answer)
-
-
-def _inverted(
-    place: str, command: list[str], card: Gpu, settings: RankSettings, found: RehearsalResult
-) -> RehearsalResult:
-    """Rehearse with the other result of a guessed condition."""
-    print(f"rehearse: a guessed value decides at {place}; rehearsing the other result, too", file=sys.stderr)
-    return rehearse_quietly(settings._replace(inverted=place), command, card, found.ranks)
 
 
 def _compare(options: argparse.Namespace, command: list[str], cards: list[Gpu], settings: RankSettings) -> int:

@@ -1,4 +1,4 @@
-"""A plugin for axolotl, enabled by `plugins: [torchtune_adaptive.hf.axolotl.AdaptivePlugin]` in its config."""
+"""A plugin for axolotl. Copy this file; your config then has `plugins: [axolotl_plugin.AdaptivePlugin]`."""
 
 from __future__ import annotations
 
