@@ -62,6 +62,8 @@ for title, axes in axes_of.items():
     axes.set_title(title, loc="left", fontsize=11)
     axes.spines[["top", "right"]].set_visible(False)
     axes.set_ylim(bottom=None if title == "loss" else 0)
+    if title in limits:
+        axes.set_yticks(sorted({0, *(event["after"] for event in limits[title])}))
 axes.set_xlabel("step")
 figure.savefig(folder / "adaptive_report.png", dpi=200)
 print(folder / "adaptive_report.png")
