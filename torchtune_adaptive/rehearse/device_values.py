@@ -37,6 +37,8 @@ _RETURN_INTEGERS = (
 """Functions that can return integers or masks. If all inputs are known, the host computes their results."""
 _COUNTS = {"bincount", "histc"}
 """Functions that count how many tokens a router sends to each expert."""
+_IN_PLACE = ("__setitem__", "scatter_", "fill_", "zero_", "add_", "sub_", "mul_", "__iadd__", "__isub__", "__ior__")
+"""Methods that change their tensor."""
 _CREATE = ("full", "ones", "zeros", "arange", "full_like", "ones_like", "zeros_like")
 """Functions that create tensors with known values."""
 _MESSAGES = (
@@ -106,7 +108,8 @@ class DeviceValues:
             if callable(getattr(where, name, None)):  # torch.int is a type
                 setattr(where, name, self._compute_on_host_too(getattr(where, name)))
         torch.topk = torch.Tensor.topk = self._spread_evenly(torch.topk)  # type: ignore[method-assign]
-        torch.Tensor.scatter_ = self._scatter_on_host_too(torch.Tensor.scatter_)  # type: ignore[method-assign]
+        for name in _IN_PLACE:
+            setattr(torch.Tensor, name, self._change_on_host_too(getattr(torch.Tensor, name)))
         for name in _CREATE:
             setattr(torch, name, self._create_on_host_too(getattr(torch, name)))
         torch.Tensor.item = self._guess_item(torch.Tensor.item)  # type: ignore[method-assign,assignment]
@@ -264,22 +267,22 @@ class DeviceValues:
 
         return top
 
-    def _scatter_on_host_too(self, function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-        """Wrap `scatter_`, by which a router may mark experts: if all inputs are known, the host computes it."""
+    def _change_on_host_too(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Wrap a function that changes a tensor: if all inputs are known, the host computes it."""
 
         @functools.wraps(function)
-        def scatter(*args: Any, **kwargs: Any) -> torch.Tensor:
+        def change(*args: Any, **kwargs: Any) -> Any:
             given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor) and each.is_cuda]
             known = all(self._can_be_known(each) and self._source_of(each) is Source.HOST for each in given)
             result = function(*args, **kwargs)
             if known and given:
-                if self._routes:
+                if self._routes and function.__name__ == "scatter_":  # by which a router may mark experts
                     self.guesses.integer(ROUTING)
                 function(*tree_map(_on_host, args), **tree_map(_on_host, kwargs))  # writes into the device's memory
-                self._note_write(result)
+                self._note_write(args[0])
             return result
 
-        return scatter
+        return change
 
     def _create_on_host_too(self, function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         @functools.wraps(function)

@@ -19,8 +19,8 @@ import torch
 from torchtune_adaptive.rehearse.result import BRANCH, INTEGER
 
 _HERE, TORCH = (str(Path(file).parent) + os.sep for file in (__file__, torch.__file__))  # not torchtune and the like
-MOST_ITERATIONS = 4096
-"""A loop on a guessed condition ends after this many iterations."""
+MANY, MOST_ITERATIONS = 64, 4096
+"""A guessed condition ends no loop until it was read `MOST_ITERATIONS` times; after `MANY` times it is reported."""
 LARGE_NUMBER = 1e9
 """A number that is read in an inverted condition, instead of 0."""
 HARMLESS_READERS = {
@@ -58,6 +58,8 @@ class Guesses:
             return True
         if (continues := _result_that_continues(*place)) is not None:
             self._iterations[place] += 1
+            if self._iterations[place] == MANY:
+                self.on_guess(BRANCH, reader)
             return continues if self._iterations[place] <= MOST_ITERATIONS else not continues
         return not guess if self.on_guess(BRANCH, reader) else guess
 

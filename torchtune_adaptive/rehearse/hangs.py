@@ -119,8 +119,9 @@ def _place_lines(each: Mapping[str, Any]) -> list[str]:
 def _cause(replay: Replay, ended: Mapping[str, Ended]) -> str:
     """Return the likely cause, or "" if none is known."""
     missing = [(waiting.call, other) for waiting in replay.waiting for other in waiting.others]
+    stuck = {each.call.rank: each.call for each in replay.waiting}
     for _, other in missing:
-        if (how := ended.get(other.rank)) and how.error:
+        if other.rank not in stuck and (how := ended.get(other.rank)) and how.error:
             at = f" at {how.lines.split(' < ')[0]}" if how.lines else ""
             if _UNUSED in how.error:
                 return f"{other.rank} used other parameters than its peers: pass find_unused_parameters=True to DDP"
@@ -134,7 +135,6 @@ def _cause(replay: Replay, ended: Mapping[str, Ended]) -> str:
         if ">" in call.lane[1] and not other.call:
             verb = "receive" if call.verb == "sends" else "send"
             return f"{call.rank} {call.verb} a message, and {other.rank} has no {verb} for it"
-    stuck = {each.call.rank: each.call for each in replay.waiting}
     for explained in (_branch, _left_loop):
         for call, other in missing:
             for mine, theirs in replay.pairs(call, other.rank):
@@ -199,7 +199,7 @@ def _left_loop(_: Replay, mine: NcclCall, theirs: NcclCall | None, rank: str) ->
     for block in _blocks(mine.line):
         if block.is_loop and block not in there:
             return (f"{rank} left the loop `{block.source}` at {block.place} before {mine.rank}: it has fewer batches, "
-                    "or a break or return ended it")  # fmt: skip
+                    "a break or return ended it, or a continue skipped the call")  # fmt: skip
     return ""
 
 

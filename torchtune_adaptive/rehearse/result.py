@@ -435,7 +435,7 @@ class RehearsalResult:
             f"memory, {_size(self.overhead_bytes)} are for the CUDA context, NCCL and libraries (--memory-overhead)",
             "kernels did not run: every loss is 0, and branches on values may differ in training",
             *[note.format(places=places) for what, note in _GUESSED.items() if (places := self._places(what))],
-            *(f"with {_result_text(each['place'])}: {each['verdict']}" for each in self.tried),
+            *(f"other result at {each['place'] or 'no line'}: {each['verdict']}" for each in self.tried),
             *["later steps may need more memory: --steps 0 runs to the end"] * bool(self.end.get("stopped")),
             *self.end.get("notes", ()),
             *[f"{self.collectives or 0:,} collectives compared: all ranks agree"] * bool(self.collectives),
@@ -473,10 +473,6 @@ class RehearsalResult:
             "after_last_step": self.end,
             "script_status": self.status,
         }
-
-
-def _result_text(place: str) -> str:
-    return f"the other result of the condition at {place}" if place else "the guessed results of all conditions"
 
 
 def _search_lines(stage: str, result: dict[str, Any]) -> list[str]:
