@@ -353,7 +353,8 @@ class DeviceValues:
         @functools.wraps(function)
         def item(tensor: torch.Tensor) -> Any:
             if torch.compiler.is_compiling() or not tensor.is_floating_point() or tensor.numel() != 1:
-                return function(tensor)
+                counted = not torch.compiler.is_compiling() and not tensor.is_cuda and hasattr(tensor, _GUESSED)
+                return (self.guesses.integer() if counted else None) or function(tensor)
             unknown = self._source_of(tensor) is not Source.HOST if tensor.is_cuda else hasattr(tensor, _GUESSED)
             if not unknown or caller().f_code.co_filename.startswith(TORCH):
                 return function(tensor)
