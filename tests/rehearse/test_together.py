@@ -162,7 +162,7 @@ FAILS = """
         ("raise ValueError('no such data')", 3, "hangs: ranks 0, 2 wait for rank 1 at train.py:14"),
         ("torch.empty(2**40, device='cuda')", 1, "does not fit: out of memory in step 4 on rank 1 of 3, "),
         ("os.kill(os.getpid(), 9)", 2, "no answer: signal 9 (Killed) ended the script in step 4"),
-        ("time.sleep(3)", 0, "fits: "),
+        ("time.sleep(3)", 0, "fits in the first 5 steps: "),
     ],
     ids=["error", "out of memory", "killed", "late"],
 )
