@@ -9,9 +9,7 @@ from axolotl.integrations.base import BasePlugin, PluginManager
 from axolotl.utils.import_helper import get_cls_from_module_str
 from pydantic import BaseModel
 
-from torchtune_adaptive.arguments import AdaptiveArguments
-from torchtune_adaptive.errors import ConfigError
-from torchtune_adaptive.hf.trainer import AdaptiveMixin, adaptive
+from torchtune_adaptive.hf import AdaptiveArguments, AdaptiveMixin, adaptive
 
 
 class AdaptiveInput(BaseModel):
@@ -32,7 +30,7 @@ class AdaptivePlugin(BasePlugin):
         AdaptiveArguments(**(cfg.get("adaptive") or {}))
         refused = ", ".join(key for key in ("rl", "reward_model", "process_reward_model") if cfg.get(key))
         if refused:  # axolotl passes no model to a plugin's trainer there
-            raise ConfigError(f"AdaptivePlugin supports only supervised finetuning: remove {refused} or the plugin")
+            raise ValueError(f"AdaptivePlugin supports only supervised finetuning: remove {refused} or the plugin")
 
     def get_trainer_cls(self, cfg: Any) -> Any:
         """Return the class of the trainer that axolotl constructs."""
@@ -45,4 +43,4 @@ class AdaptivePlugin(BasePlugin):
     def post_trainer_create(self, cfg: Any, trainer: Any) -> None:
         """Refuse the trainer of a plugin that precedes this one."""
         if not isinstance(trainer, AdaptiveMixin):
-            raise ConfigError(f"axolotl took {type(trainer).__name__} from another plugin: list AdaptivePlugin first")
+            raise ValueError(f"axolotl took {type(trainer).__name__} from another plugin: list AdaptivePlugin first")

@@ -16,8 +16,6 @@ from pathlib import Path
 
 import pytest
 
-from torchtune_adaptive.errors import ConfigError
-
 pytestmark = pytest.mark.timeout(900)
 BIN = Path(sys.executable).parent
 PAGE = Path(__file__).parents[2] / "docs" / "huggingface.md"
@@ -136,9 +134,9 @@ def test_the_plugin_checks_its_section_and_extends_the_trainer_of_another_plugin
         plugin.register({"adaptive": {"memory_limt": "5MiB"}})
     plugin.register({"adaptive": None})  # a section whose lines are commented out
     assert issubclass(manager.get_trainer_cls(DictDefault(adaptive=None)), DiffusionTrainer)
-    with pytest.raises(ConfigError, match="remove rl or the plugin"):
+    with pytest.raises(ValueError, match="remove rl or the plugin"):
         plugin.register({"rl": "dpo"})
-    with pytest.raises(ConfigError, match=r"AxolotlTrainer .* list AdaptivePlugin first"):
+    with pytest.raises(ValueError, match=r"AxolotlTrainer .* list AdaptivePlugin first"):
         plugin.post_trainer_create(DictDefault(), object.__new__(AxolotlTrainer))
 
 
