@@ -435,7 +435,7 @@ class RehearsalResult:
             f"memory, {_size(self.overhead_bytes)} are for the CUDA context, NCCL and libraries (--memory-overhead)",
             "kernels did not run: every loss is 0, and branches on values may differ in training",
             *[note.format(places=places) for what, note in _GUESSED.items() if (places := self._places(what))],
-            *(f"other result at {each['place'] or 'no line'}: {each['verdict']}" for each in self.tried),
+            *(f"with {each['place'] or 'no condition'} inverted: {each['verdict']}" for each in self.tried),
             *["later steps may need more memory: --steps 0 runs to the end"] * bool(self.end.get("stopped")),
             *self.end.get("notes", ()),
             *[f"{self.collectives or 0:,} collectives compared: all ranks agree"] * bool(self.collectives),
