@@ -48,7 +48,7 @@ class Guesses:
         """Return the result of a condition on an unknown value, and report it.
 
         It is `guess`, unless the condition does nothing but end a loop, an iteration or a function: then it is the
-        result with which these go on, which needs the most memory, so there is no report.
+        result with which these go on, which needs the most memory, so it is reported only after many iterations.
         """
         reader = caller()
         place = reader.f_code.co_filename, reader.f_lineno
@@ -58,8 +58,8 @@ class Guesses:
             return True
         if (continues := _result_that_continues(*place)) is not None:
             self._iterations[place] += 1
-            if self._iterations[place] == MANY:
-                self.on_guess(BRANCH, reader)
+            if self._iterations[place] == MANY and self.on_guess(BRANCH, reader):
+                self._iterations[place] = MOST_ITERATIONS + 1  # inverted: the loop ends
             return continues if self._iterations[place] <= MOST_ITERATIONS else not continues
         return not guess if self.on_guess(BRANCH, reader) else guess
 

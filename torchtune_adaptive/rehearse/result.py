@@ -217,8 +217,8 @@ class RehearsalResult:
         results = {"": self, **others}
         answered = {place: each for place, each in results.items() if each.answer is not None}
         worst = max(answered, key=lambda at: (not answered[at].answer, answered[at].run_peaks["reserved_bytes"]))
-        short = {place: each.verdict().partition("; ")[0] for place, each in results.items() if place != worst}
-        tried = [{"place": place, "verdict": verdict} for place, verdict in short.items()]
+        short = ((place, each.verdict().partition("; ")[0]) for place, each in results.items() if place != worst)
+        tried = [{"place": place, "verdict": verdict} for place, verdict in short]
         return replace(answered[worst], inverted=worst, tried=tried)
 
     @property
