@@ -67,7 +67,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument(
         "--without-data", action="store_true",
-        help="replace a recipe's weights, tokenizer and data; samples have the config's maximum length, else 4096",
+        help="replace a recipe's weights, tokenizer and data; samples have the length that a search measures",
     )  # fmt: skip
     parser.add_argument("--snapshot", metavar="FILE", help="write the memory snapshot FILE for pytorch.org/memory_viz")
     parser.add_argument("--format", choices=("text", "json"), default="text", help="output format")

@@ -45,7 +45,7 @@ def answer(recipe: str, config: str, *words: str, memory: str, ranks: int = 2) -
 
 @pytest.mark.smoke
 def test_predicted_memory_is_that_of_a_run_with_the_chosen_batch_size() -> None:
-    words = (*SMALL, "tokenizer.max_seq_len=512", "gradient_accumulation_steps=1")
+    words = (*SMALL, "adaptive.sequence_length=512", "gradient_accumulation_steps=1")
     full = partial(answer, "adaptive_full_finetune_distributed", "adaptive/demo/full", *words, memory="6GiB")
     chosen = full("use_maximum_batch_size=True")
     (search,) = chosen["searches"]

@@ -53,7 +53,7 @@ def training(*, alike: bool) -> Iterator[Path]:
     drawn, spread = random.Random(0), math.log(LONGEST / MEDIAN) / 3.09
     lengths = [max(1, min(LONGEST, round(MEDIAN * math.exp(spread * drawn.gauss(0, 1))))) for _ in range(DRAWN)]
     with tempfile.TemporaryDirectory() as name:
-        overrides = (*SIZES, *RUN, f"tokenizer.max_seq_len={LONGEST}", "adaptive.memory_limit=null")
+        overrides = (*SIZES, *RUN, f"adaptive.sequence_length={LONGEST}", "adaptive.memory_limit=null")
         cfg = with_stand_ins(read_config(config_files()["adaptive/demo/full"], overrides), Path(name))
         cfg.dataset.samples *= RANKS
         cfg.dataset.lengths = [length for length in lengths for _ in range(RANKS if alike else 1)]
