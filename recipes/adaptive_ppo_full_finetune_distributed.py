@@ -21,7 +21,7 @@ from torchtune_adaptive.rl.ppo import (
     ppo_stages,
 )
 from torchtune_adaptive.rl.rollouts import updates_of
-from torchtune_adaptive.rl.settings import PPO_KEYS, TRAINED_FILES, read_ppo_settings
+from torchtune_adaptive.rl.settings import PPO_KEYS, read_ppo_settings
 from torchtune_adaptive.rl.stages import TRAIN_POLICY, TRAIN_VALUE
 from torchtune_adaptive.tune.optimizer import build_optimization
 from torchtune_adaptive.tune.samples import Sample
@@ -45,7 +45,7 @@ class AdaptivePPOFullFinetuneDistributed:
         tokenizer = components.build("tokenizer", settings.config)
         generate = Generate(self.models.policy, tokenizer, settings, ppo, devices, run.progress.seed)
         stages = ppo_stages(self.models, generate, ppo, devices.device)
-        self.iterations = Iterations(run, self.models.trained, optimization, tokenizer, stages, ppo, TRAINED_FILES)
+        self.iterations = Iterations(run, self.models.trained, optimization, tokenizer, stages, ppo)
         self.loop, self.stages = self.iterations.loop, self.iterations.stages
 
     def train(self) -> None:

@@ -175,8 +175,6 @@ class AdaptiveConfig:
     """under a token budget, `True`: distribute the samples of a step over the ranks by cost, to balance the work, where
     possible (text models without tensor parallelism or packed data). `False`: each rank runs the samples that it has
     read"""
-    show_answers: int | None = setting(COUNT | NULL, None)
-    """reinforcement learning: log the answers to one prompt every N iterations, to `adaptive_answers.jsonl`"""
 
     search: str = setting(one_of(*STRATEGIES), "linear")
     """how `use_maximum_batch_size` finds the limit. `linear`: measure a few sizes, extrapolate, verify. `binary`:

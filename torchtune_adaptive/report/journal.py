@@ -10,7 +10,7 @@ import json
 import logging
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict
 from math import isfinite
 from pathlib import Path
@@ -22,7 +22,6 @@ logger = logging.getLogger(__name__)
 
 EVENTS_FILE = "adaptive_events.jsonl"
 STEPS_FILE = "adaptive_steps.jsonl"
-ANSWERS_FILE = "adaptive_answers.jsonl"
 
 START = "start"
 SEARCH = "search"
@@ -68,10 +67,6 @@ class Journal:
     def step(self, step: int, metrics: Mapping[str, object]) -> None:
         """Append the metrics of a step."""
         self._append(STEPS_FILE, {"step": step, **metrics})
-
-    def answers(self, step: int, prompt: str, answers: Sequence[str], rewards: Sequence[float]) -> None:
-        """Append generated answers and their rewards."""
-        self._append(ANSWERS_FILE, {"step": step, "prompt": prompt, "answers": answers, "rewards": rewards})
 
     def _append(self, name: str, record: Mapping[str, object]) -> None:
         if self._directory is None:

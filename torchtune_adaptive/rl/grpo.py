@@ -22,7 +22,7 @@ from torchtune_adaptive.rl.generation import Generate
 from torchtune_adaptive.rl.microbatches import AnswerScorer, Score, TrainPolicy, figures_of_policy
 from torchtune_adaptive.rl.ppo import build_reward_model
 from torchtune_adaptive.rl.rollouts import Rollout, counts_of, results_of, store
-from torchtune_adaptive.rl.settings import GRPO_REFERENCE_FILES, POLICY_FILES, REWARD_SECTION, GRPOSettings
+from torchtune_adaptive.rl.settings import GRPO_REFERENCE_FILES, REWARD_SECTION, GRPOSettings
 from torchtune_adaptive.rl.stages import (
     FIND_REWARDS,
     GENERATE,
@@ -30,7 +30,6 @@ from torchtune_adaptive.rl.stages import (
     SCORE_REFERENCE,
     TRAIN_POLICY,
     RolloutStage,
-    check_frozen_results,
 )
 from torchtune_adaptive.tune.distributed import Devices
 from torchtune_adaptive.tune.model import build_frozen_model, build_full_model, build_lora_model, disable_dropout
@@ -91,7 +90,6 @@ def add_advantages(rollouts: Sequence[Rollout], grpo: GRPOSettings) -> tuple[int
     Return the number of tokens or answers over which the loss is averaged, and figures for the log.
     """
     size, average = grpo.grpo_samples, grpo.loss.average
-    check_frozen_results(rollouts, GRPO_REFERENCE_FILES if grpo.lora is None else POLICY_FILES)
     rewards, counts = results_of(rollouts, results.SCORE).view(-1, size), counts_of(rollouts)
     lengths, weights = counts.sum(1), torch.ones(len(rollouts))
     if average == "answers":

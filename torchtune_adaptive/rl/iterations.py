@@ -35,14 +35,13 @@ class Iterations:
         tokenizer: Tokenizer,
         stages: Mapping[str, RolloutStage],
         rl: RolloutSettings,
-        weights: str = "checkpointer.checkpoint_files",
     ) -> None:
         """Collective: build the data; find or restore limits and schedules."""
         settings, self.run, self.optimization, self._rl = run.settings, run, optimization, rl
         self.data = build_prompts(settings, tokenizer, run.devices.mesh)
         self.stages = RolloutStages(stages, settings, run.journal.event)
         self.rewards = Rewards(settings.config, tokenizer, self.stages.generate.sampling.stop_tokens)
-        self.loop = TrainingLoop(run, model, self.data, optimization, self.stages.runners, weights=weights)
+        self.loop = TrainingLoop(run, model, self.data, optimization, self.stages.runners)
         self._figures: dict[str, float] = {}
         self._updates: list[dict[str, float]] = []
         self._skipped, self._began = 0, 0.0
@@ -101,8 +100,6 @@ class Iterations:
                 self.stages.run_stage(name, own, iteration)
         self.rewards.score(groups)
         rollouts = gather_rollouts(own)
-        if (every := self.run.settings.adaptive.show_answers) and iteration % every == 0:
-            self.rewards.record(self.run.journal, rollouts[:size], iteration)
         cut_off = fraction_cut_off(rollouts, self.stages.generate.sampling.stop_tokens)
         self._figures = {"cut_off": cut_off, **self.rewards.figures(rollouts)}
         return rollouts
@@ -124,5 +121,4 @@ class Iterations:
         logged |= {"lr": self.optimization.learning_rate(), **self.stages.figures()}
         recorded = self.stages.figures_of_run(time.perf_counter() - self._began)
         self.run.metrics.log(iteration, f"reward {logged['scores']:.4f}", logged, recorded)
-        tokens, stopping = int(recorded["target_tokens"]), self.stages.stop_requested
-        self.loop.advance(means["loss"], tokens, means["grad_norm"], stop_requested=stopping)
+        self.loop.advance(means["loss"], means["grad_norm"], stop_requested=self.stages.stop_requested)

@@ -38,7 +38,6 @@ from torchtune_adaptive.rl.generation import Generate
 from torchtune_adaptive.rl.microbatches import AnswerScorer, Score, TrainPolicy, TrainValue, figures_of_policy
 from torchtune_adaptive.rl.rollouts import Rollout, counts_of, results_of, store, valued_of
 from torchtune_adaptive.rl.settings import PPOLoss, PPOSettings
-from torchtune_adaptive.rl.stages import check_frozen_results
 from torchtune_adaptive.tune.distributed import Devices
 from torchtune_adaptive.tune.model import (
     META,
@@ -147,7 +146,6 @@ def build_checkpointers(cfg: DictConfig, staging: Path, files: Files | None) -> 
 
 def add_advantages(rollouts: Sequence[Rollout], ppo: PPOSettings) -> dict[str, float]:
     """Add advantages, returns and weights to the rollouts of all ranks. Return figures for the log."""
-    check_frozen_results(rollouts, keys.PPO_REFERENCE_FILES)
     counts = counts_of(rollouts)
     valued, last = valued_of(counts), counts.sum(1) - 1
     scores, reference = results_of(rollouts, results.SCORE), results_of(rollouts, results.REFERENCE_LOG_PROBS)

@@ -21,7 +21,6 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from torchtune_adaptive.config.components import build_section, imported, in_a_line, path_of
 from torchtune_adaptive.errors import AdaptiveError, ConfigError
 from torchtune_adaptive.formatting import count_of, did_you_mean, shown
-from torchtune_adaptive.report.journal import Journal
 from torchtune_adaptive.rl.rollouts import MODEL_SCORE, REWARDS, SCORE, Group, Rollout, results_of
 from torchtune_adaptive.rl.settings import LARGEST, REWARD, REWARD_FUNCTIONS
 from torchtune_adaptive.tune.samples import INDEX
@@ -119,11 +118,6 @@ class Rewards:
                 for rollout, reward in zip(rollouts, rewards, strict=True):
                     rollout.results[REWARDS + function.name] = torch.tensor(reward)
                     rollout.results[SCORE] = rollout.results[SCORE] + function.weight * reward
-
-    def record(self, journal: Journal, group: Sequence[Rollout], iteration: int) -> None:
-        """Record the answers and scores of one group in the journal."""
-        (prompt, *_), answers, _ = self._decode(group)
-        journal.answers(iteration, prompt, answers, [float(rollout.results[SCORE]) for rollout in group])
 
     def _decode(self, group: Sequence[Rollout]) -> tuple[list[str], list[str], list[list[int]]]:
         """Return prompts and answers as text, and answers as token ids, all without stop tokens."""

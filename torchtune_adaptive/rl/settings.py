@@ -36,7 +36,6 @@ POLICY_SECTION, VALUE_SECTION, REWARD_SECTION = "policy_model", "reward_and_valu
 POLICY_FILES, VALUE_FILES, REWARD_FILES = "checkpointer", "value_checkpointer", "reward_checkpointer"
 PPO_REFERENCE_FILES, GRPO_REFERENCE_FILES = "ref_policy_checkpointer", "ref_checkpointer"
 REWARD_FUNCTIONS = "reward_functions"
-TRAINED_FILES = f"{POLICY_FILES}.checkpoint_files and {VALUE_FILES}.checkpoint_files"
 
 TOKENS = Rule(lambda v: isinstance(v, list) and all(map(INTEGER.accepts, v)), "a list of tokens, as numbers")
 AT_LEAST_2 = Rule(

@@ -16,12 +16,9 @@ from torchtune_adaptive.config.keys import Settings
 from torchtune_adaptive.engine.limits import RowLimit
 from torchtune_adaptive.engine.results import StepResult
 from torchtune_adaptive.engine.step import SampleKind, Stages, StepRunner
-from torchtune_adaptive.errors import NotLearningError
-from torchtune_adaptive.formatting import count_of
 from torchtune_adaptive.rl.generation import Generate
 from torchtune_adaptive.rl.microbatches import Score, TrainPolicy, TrainValue
-from torchtune_adaptive.rl.rollouts import MODEL_SCORE, REFERENCE_LOG_PROBS, Rollout, results_of
-from torchtune_adaptive.rl.settings import LARGEST, REWARD, REWARD_FILES
+from torchtune_adaptive.rl.rollouts import Rollout
 from torchtune_adaptive.tune.finetuning import OnChange, build_recovery
 
 GENERATE, FIND_REWARDS = "generate", "rewards"
@@ -134,25 +131,3 @@ class RolloutStages:
             "target_tokens_per_second": tokens / max(1e-9, seconds),
             **memory,
         }
-
-
-def check_frozen_results(rollouts: Sequence[Rollout], reference_files: str) -> None:
-    """Raise NotLearningError if a frozen model returned NaN, an infinite or a too large number for some answers.
-
-    Advantages compare answers, so one such number makes all of them invalid.
-    """
-    for name, what, files in (
-        (MODEL_SCORE, "the reward model's score", REWARD_FILES),
-        (REFERENCE_LOG_PROBS, "the reference's log-probability", reference_files),
-    ):
-        if name not in rollouts[0].results:
-            continue
-        numbers = results_of(rollouts, name).reshape(len(rollouts), -1)
-        wrong = ~(numbers.abs() <= LARGEST)
-        if wrong.any():
-            number, answers = float(numbers[wrong][0]), int(wrong.any(1).sum())
-            raise NotLearningError(
-                f"iteration {rollouts[0].iteration}: {what} is {number:g} for {answers} of "
-                f"{count_of(len(rollouts), 'answer')}; allowed is {REWARD.allowed}: check that the weights in "
-                f"{files}.checkpoint_files are intact, or set dtype: fp32 if they exceed the range of bf16"
-            )

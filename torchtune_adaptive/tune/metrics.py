@@ -193,27 +193,16 @@ class Metrics:
 
 
 class LossWatch:
-    """Raises NotLearningError if losses or gradients stay NaN, or if the samples have no target tokens.
+    """Raises NotLearningError if losses or gradients stay NaN: on all ranks, because they are those of all ranks."""
 
-    Losses, tokens and norms are those of all ranks together, so all ranks raise the same error. `has_trained` is True
-    if the run resumes from a checkpoint, which only a run that has trained saves.
-    """
+    def __init__(self, max_skipped_steps: int) -> None:
+        self._max_skipped, self._nan_in_a_row = max_skipped_steps, 0
 
-    def __init__(
-        self, max_skipped_steps: int, files: str = "checkpointer.checkpoint_files", *, has_trained: bool = False
-    ) -> None:
-        self._max_skipped, self._files, self._has_trained = max_skipped_steps, files, has_trained
-        self._steps = self._nan_in_a_row = 0
-        self._has_targets = False
-
-    def record(self, step: int, loss: float, target_tokens: int, grad_norm: float | None) -> None:
+    def record(self, step: int, loss: float, grad_norm: float | None) -> None:
         """Record a step; warn if its loss or gradient norm is not finite, raise if too many in a row are not.
 
         `grad_norm` is None if the optimizer runs in the backward and has already updated the weights.
         """
-        self._steps += 1
-        self._has_targets |= target_tokens > 0
-        self._has_trained |= target_tokens > 0 and math.isfinite(loss)
         skipped = grad_norm is not None and not math.isfinite(grad_norm)
         if math.isfinite(loss) and not skipped:
             self._nan_in_a_row = 0
@@ -230,19 +219,6 @@ class LossWatch:
         if self._nan_in_a_row == 1 and dist.get_rank() == 0:
             effect = "the weights are not updated" if skipped else "the weights may be NaN now"
             logger.warning("step %d: the %s; %s", step, what, effect)
-
-    def worth_saving(self, *, ends_epoch: bool) -> bool:
-        """Return False if no step so far has trained the weights; at the end of an epoch, raise NotLearningError."""
-        if ends_epoch and self._steps and not self._has_trained:
-            why = (
-                "every loss was NaN or infinite; "
-                f"lower optimizer.lr, or check that the weights of {self._files} are not NaN"
-                if self._has_targets
-                else "no sample has a token to learn (all labels are masked); check that the dataset's columns and "
-                "prompt template match the data, and that tokenizer.max_seq_len does not cut off the answers"
-            )
-            raise NotLearningError(f"nothing was trained in {count_of(self._steps, 'step')}: {why}")
-        return self._has_trained
 
 
 class StepProfiler:

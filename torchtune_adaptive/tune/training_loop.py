@@ -131,12 +131,10 @@ class TrainingLoop:
         *,
         loss_fn: nn.Module | None = None,
         validation: Validation | None = None,
-        weights: str = "checkpointer.checkpoint_files",
     ) -> None:
         """Collective: check the data. Set `schedule` before `training`, as `tune.batch_size` and `rl.iterations` do.
 
-        With `loss_fn`, probes treat the end of the loss as a boundary between phases. `weights` is the config key of
-        the weight files, for an error about NaN weights.
+        With `loss_fn`, probes treat the end of the loss as a boundary between phases.
         """
         self.run, self.model, self.data, self.optimization, self.stages = run, model, data, optimization, stages
         self.loss_fn, self.validation = loss_fn, validation
@@ -149,8 +147,7 @@ class TrainingLoop:
         run.progress = replace(run.progress, dataset_samples=samples)
         trained = stages.training.model
         data.dataset.vocabulary, data.dataset.most_tokens = vocabulary_of(trained), max_seq_len_of([trained])
-        has_trained = bool(run.progress.epochs_run or run.progress.steps_in_epoch)
-        self._losses = LossWatch(run.settings.adaptive.max_skipped_steps, weights, has_trained=has_trained)
+        self._losses = LossWatch(run.settings.adaptive.max_skipped_steps)
         self._profiler = StepProfiler(run.settings.config, run.devices.device)
         self._stopping = False
 
@@ -191,7 +188,6 @@ class TrainingLoop:
             for samples, upcoming in run.metrics.epoch(sizes, later, steps, run.progress.steps_in_epoch, unit):
                 yield Step(run.progress.step + 1, samples, upcoming)
             run.progress = run.progress.after_epoch(sizes)
-            self._losses.worth_saving(ends_epoch=True)
             self.save()
             run.checkpoints.stop_if_asked(run.progress, self._stopping)
 
@@ -206,19 +202,18 @@ class TrainingLoop:
         """Collective: log and count a step, and save if due. The loss is a mean over target tokens or `samples`."""
         figures = {"lr": self.optimization.learning_rate(), **(more or {}), "oom_recoveries": self.stages.recoveries}
         loss = self.run.metrics.log_step(self.run.progress.step + 1, result, grad_norm, samples, figures)
-        self.advance(loss, result.target_tokens, grad_norm, stop_requested=result.stop_requested)
+        self.advance(loss, grad_norm, stop_requested=result.stop_requested)
 
-    def advance(self, loss: float, target_tokens: int, grad_norm: float | None, *, stop_requested: bool) -> None:
+    def advance(self, loss: float, grad_norm: float | None, *, stop_requested: bool) -> None:
         """Collective: count a logged step, validate and save a checkpoint if due, and end the run after a signal."""
         run = self.run
         run.progress = run.progress.after_step(self._sizes, run.devices.ranks)
-        self._losses.record(run.progress.step, loss, target_tokens, grad_norm)
+        self._losses.record(run.progress.step, loss, grad_norm)
         self._profiler.step()
         self._stopping = stop_requested
         best = self._validate_if_due()
         if run.checkpoints.is_due(run.progress, self._stopping or (best and run.settings.keep_best_checkpoint)):
-            if self._losses.worth_saving(ends_epoch=False):
-                self.save()
+            self.save()
             run.checkpoints.stop_if_asked(run.progress, self._stopping)
 
     def _validate_if_due(self) -> bool:

@@ -15,10 +15,9 @@ from tests.forked_commands import tune_run_forked
 from tests.ranks import run_on_ranks
 from tests.recipes.recorders import read_log
 from tests.recipes.running import Finished, assert_only_torchruns_report_follows, demo_config, run_ours
-from torchtune_adaptive.checkpoints.store import find_checkpoints
 from torchtune_adaptive.demo.dataset import DemoDataset, demo_sample
 from torchtune_adaptive.demo.tokenizer import DemoTokenizer
-from torchtune_adaptive.errors import AdaptiveError, NotLearningError
+from torchtune_adaptive.errors import AdaptiveError
 
 HERE = "tests.recipes.endings.test_endings"
 BAD = 13
@@ -30,7 +29,7 @@ CHEAP = (*SMALL, "use_maximum_batch_size=False", "adaptive=null", "epochs=1")
 
 
 class Flawed(DemoDataset):
-    """The demo's dataset with one bad sample, or without labels."""
+    """The demo's dataset with one bad sample."""
 
     def __init__(self, tokenizer: DemoTokenizer, samples: int, flaw: str) -> None:
         super().__init__(samples, partial(demo_sample, tokenizer, 0))
@@ -38,8 +37,6 @@ class Flawed(DemoDataset):
 
     def __getitem__(self, index: int) -> dict[str, list[int]]:
         sample = super().__getitem__(index)
-        if self._flaw == "masked":
-            return {**sample, "labels": [-100] * len(sample["labels"])}
         if index != BAD:
             return sample
         if self._flaw == "raises":
@@ -65,17 +62,6 @@ def how_it_ends(folder: Path, *overrides: str) -> tuple[str, str, list[str]]:
         except AdaptiveError as error:
             kind, message = type(error).__name__, str(error)
     return kind, message, [line for line in captured if "the loss is" in line or " skipped)" in line]
-
-
-def test_run_without_labels_fails_on_all_ranks(tmp_path: Path) -> None:
-    ends = run_on_ranks(
-        2, how_it_ends, tmp_path / "run", *with_flaw("masked"), EVERY_STEP, timeout_s=100, in_group=False
-    )
-    for kind, message, _ in ends:
-        assert kind == NotLearningError.__name__
-        assert "nothing was trained in 4 steps" in message
-        assert "all labels are masked" in message
-    assert find_checkpoints(tmp_path / "run" / "out") == []
 
 
 def test_one_bad_step_is_skipped_by_default_and_weights_stay_finite(tmp_path: Path) -> None:

@@ -1,18 +1,13 @@
 """GRPO's arithmetic, compared with published formulas."""
 
-import math
-
 import pytest
 import torch
 from torch import Tensor
 
-from torchtune_adaptive.errors import NotLearningError
 from torchtune_adaptive.rl.grpo import add_advantages, advantages_of
 from torchtune_adaptive.rl.microbatches import policy_loss
 from torchtune_adaptive.rl.rollouts import (
     ADVANTAGES,
-    MODEL_SCORE,
-    REFERENCE_LOG_PROBS,
     SCORE,
     WEIGHT,
     Rollout,
@@ -90,22 +85,6 @@ def test_groups_with_equal_rewards_are_counted_and_stay_in_the_mean() -> None:
     divisor, figures = add_advantages(answers([1, 0, 0, 0.1, 0.1, 0.1], [3, 7, 1, 2, 5, 4]), GRPOSettings(**SIZES))
     assert divisor == 22
     assert figures["groups_without_signal"] == 1
-
-
-@pytest.mark.parametrize(
-    ("result", "message"),
-    [
-        (MODEL_SCORE, "the reward model's score is nan for 1 of 6 answers; .* reward_checkpointer.checkpoint_files"),
-        (REFERENCE_LOG_PROBS, "the reference's log-probability is nan for 1 of 6 answers; .* ref_checkpointer.checkp"),
-    ],
-)
-def test_invalid_result_is_refused_with_the_files_of_its_model(result: str, message: str) -> None:
-    everyone = answers([1, 0, 0, 2, 2, 2], [3, 7, 1, 2, 5, 4])
-    for each in everyone:
-        each.results |= {REFERENCE_LOG_PROBS: torch.zeros(MOST), MODEL_SCORE: torch.zeros(())}
-    everyone[4].results[result] = everyone[4].results[result] + math.nan
-    with pytest.raises(NotLearningError, match=f"^iteration 1: {message}"):
-        add_advantages(everyone, GRPOSettings(**SIZES))
 
 
 def test_answer_that_stops_at_its_last_token_is_not_cut_off() -> None:

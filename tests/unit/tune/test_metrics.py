@@ -73,54 +73,20 @@ def message(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return lines
 
 
-def test_checkpoint_before_the_first_label_is_not_worth_saving() -> None:
-    losses, worth = LossWatch(10), []
-    for step, tokens in enumerate([0, 0, 0, 5, 5], start=1):
-        losses.record(step, 1.0, tokens, 0.5)
-        worth.append(losses.worth_saving(ends_epoch=False))
-    assert worth == [False, False, False, True, True]
-
-
 def test_run_ends_after_too_many_consecutive_nan_steps_with_one_warning_per_streak(message: list[str]) -> None:
     losses = LossWatch(2)
     for step, norm in enumerate([1.0, math.nan, math.inf, 1.0, math.nan, math.nan], start=1):
-        losses.record(step, 2.5, 10, norm)
+        losses.record(step, 2.5, norm)
     with pytest.raises(NotLearningError, match=r"step 7: the loss is nan, in 3 consecutive steps, .* is 2;"):
-        losses.record(7, math.nan, 10, math.nan)
+        losses.record(7, math.nan, math.nan)
     assert message == [
         "step 2: the gradient norm is nan; the weights are not updated",
         "step 5: the gradient norm is nan; the weights are not updated",
     ]
 
 
-@pytest.mark.parametrize("learned", [(2.0, math.nan), (math.nan, 2.0), (0.0, 0.0), ()])
-def test_run_that_learned_in_some_step_may_end(learned: tuple[float, ...], message: list[str]) -> None:
-    losses = LossWatch(10)
-    for step, loss in enumerate(learned, start=1):
-        losses.record(step, loss, 10, loss)
-    losses.worth_saving(ends_epoch=True)
-
-
-def test_run_with_only_nan_losses_fails(message: list[str]) -> None:
-    losses = LossWatch(10)
-    losses.record(1, math.nan, 10, math.nan)
-    assert not losses.worth_saving(ends_epoch=False)  # the next loss may be finite
-    with pytest.raises(NotLearningError, match="every loss was NaN or infinite"):
-        losses.worth_saving(ends_epoch=True)
-
-
-@pytest.mark.parametrize(("loss", "tokens"), [(0.0, 0), (math.nan, 10)], ids=["masked", "NaN"])
-def test_resumed_run_may_end_and_save_although_no_step_since_then_has_trained(
-    loss: float, tokens: int, message: list[str]
-) -> None:
-    losses = LossWatch(10, has_trained=True)
-    losses.record(4, loss, tokens, loss)
-    assert losses.worth_saving(ends_epoch=False)
-    assert losses.worth_saving(ends_epoch=True)
-
-
 def test_optimizer_in_the_backward_has_already_updated_the_weights(message: list[str]) -> None:
-    LossWatch(2).record(1, math.nan, 10, None)
+    LossWatch(2).record(1, math.nan, None)
     assert message == ["step 1: the loss is nan; the weights may be NaN now"]
 
 
