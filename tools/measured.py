@@ -191,24 +191,25 @@ def _matched(rows: list[Row]) -> str:
 
 
 def over_nccl(folder: Path = RESULTS) -> str:
-    """Return a table of the cases over NCCL, in which the variants of a case and the versions of torch are together."""
+    """Return a table of the cases over NCCL: full and hybrid sharding, and all others, for each backend."""
     with naming("nccl", folder):
         rows = rows_of("nccl", folder)
         versions = sorted({row["torch"] for row in rows})
         shown = [
-            f"| case | variants | backend | operations (torch {' / '.join(versions)}) | recovered | calls compared | "
+            f"| backend | cases | operations (torch {' / '.join(versions)}) | recovered | calls compared | "
             "mismatches | deadlocks |",
-            "|---|---|---|---|---|---|---|---|",
+            "|---|---|---|---|---|---|---|",
         ]
         groups = defaultdict[tuple[str, str], list[Row]](list)
         for row in rows:
-            groups[row["case"].partition(",")[0], row["backend"]].append(row)
-        for (case, backend), alike in groups.items():
+            case = row["case"].partition(",")[0]
+            groups[row["backend"], case if case in ("plain", "hybrid") else "other"].append(row)
+        for (backend, kind), alike in sorted(groups.items()):
             tried = (sum(row["injected"] for row in alike if row["torch"] == each) for each in versions)
             counts = (f"{sum(row[key] for row in alike):,}" for key in ("recovered", *CALLS))
-            variants = len({row["case"] for row in alike})
+            number = count_of(len({row["case"] for row in alike}), "case", "cases")
             operations = " / ".join(f"{each:,}" if each else "–" for each in tried)
-            shown.append(f"| {case} | {variants} | {backend} | {operations} | {' | '.join(counts)} |")
+            shown.append(f"| {backend} | {kind}: {number} | {operations} | {' | '.join(counts)} |")
     return "\n".join(shown) + "\n"
 
 
