@@ -123,7 +123,7 @@ $(VENV)/framework-%/ready: pyproject.toml
 
 # torch's own CUDA code over a null device; needs a CUDA build of torch and a C compiler, no GPU
 test-null: $(READY)
-	$(BIN)/python -m pytest tests/null tests/rehearse tests/rehearse_recipe
+	$(BIN)/python -m pytest tests/null tests/rehearse
 
 # recovery over torch's own NCCL process groups, without a GPU: every operation under FSDP2 and hybrid sharding, 4 operations of
 # each other case of `make faults` that a null device can run. An hour on two idle cores
@@ -144,7 +144,7 @@ $(VENV)/foreign/ready: pyproject.toml constraints.txt
 
 # compares rehearsals with published figures, in about five minutes; `make test-all` checks only one of them
 published: $(READY)
-	TORCHTUNE_ADAPTIVE_PUBLISHED=1 $(BIN)/python -m pytest tests/rehearse_recipe/test_published.py
+	TORCHTUNE_ADAPTIVE_PUBLISHED=1 $(BIN)/python -m pytest tests/rehearse/recipes/test_published.py
 
 lint: $(READY)
 	$(BIN)/ruff check .

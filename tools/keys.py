@@ -11,11 +11,10 @@ from itertools import pairwise
 from pathlib import Path
 
 from torchtune_adaptive.config.keys import AdaptiveConfig, Settings, declared_settings
-from torchtune_adaptive.rehearse_recipe.request import PlanSettings
 
 ROOT = Path(__file__).parent.parent
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
-TABLES = {"at the top": Settings, "under adaptive": AdaptiveConfig, "of tune-adaptive plan": PlanSettings}
+TABLES = {"at the top": Settings, "under adaptive": AdaptiveConfig}
 INCREASE = (
     "| `batch_increase_function` | null | grow the batch: a function `(epoch, batch_size)` that returns the rows to "
     "add at the beginning of an epoch. Give a dotted path, or a section with a `_component_` |"

@@ -33,7 +33,6 @@ from torchtune_adaptive.engine.probes import TrainingStep
 from torchtune_adaptive.engine.step import Recovery, SampleKind, StepRunner
 from torchtune_adaptive.formatting import MemorySize
 from torchtune_adaptive.null_cuda.build import LIBRARY
-from torchtune_adaptive.rehearse_recipe.request import recipe_of
 from torchtune_adaptive.tune.checked_dataset import CheckedDataset
 from torchtune_adaptive.tune.data import Collate, Data, build_collate
 from torchtune_adaptive.tune.distributed import Devices, free_setup_memory, mesh_of
@@ -141,9 +140,7 @@ class RealStep:
 
 def build(cfg: DictConfig, device: torch.device) -> RealStep:
     """Collective: build in the recipe's order, with random weights, in the existing process group."""
-    settings, lora = (
-        read_lora_settings(cfg) if recipe_of(cfg).saved_as.startswith("lora") else (read_full_settings(cfg), None)
-    )
+    settings, lora = read_lora_settings(cfg) if "lora_attn_modules" in cfg.model else (read_full_settings(cfg), None)
     devices = Devices(device, mesh_of(device, settings))
     torch.manual_seed(0)
     checkpoint = {training.MODEL_KEY: Unfilled()}

@@ -52,8 +52,7 @@ ROOMS: dict[str, set[str]] = {
     "rl": {"tune", "config", "lifecycle", "checkpoints", "engine", "report"},
     # a training script on the engine, for any training
     "rehearse": {"null_cuda"},
-    "rehearse_recipe": {"rehearse", "null_cuda", "config", "lifecycle", "tune", "rl"},
-    "cli": {"rehearse.command", "config", "lifecycle", "checkpoints", "rehearse_recipe", "tune", "rl", "report"},
+    "cli": {"rehearse.command", "config", "lifecycle", "checkpoints", "tune", "rl", "report"},
     "demo": set(),
     "hf": {"engine", "report"},
     "skyrl": {"engine", "report"},
@@ -79,7 +78,7 @@ WITHOUT_TORCH = {
     "lifecycle.run_state",
     "lifecycle.signals",
 }
-TUNE_SIDE = {"config", "lifecycle", "checkpoints", "tune", "rl", "demo", "cli", "rehearse_recipe"}
+TUNE_SIDE = {"config", "lifecycle", "checkpoints", "tune", "rl", "demo", "cli"}
 ABOUT_A_RUN = {"arguments", "hf.remedies", "skyrl.workers", "skyrl.passes"}
 """Arguments of trainers with the names of keys."""
 ARGUMENTS_TOO = {"batch_size", "gradient_accumulation_steps"}

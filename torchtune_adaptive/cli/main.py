@@ -21,7 +21,6 @@ from torchtune_adaptive.errors import AdaptiveError, ConfigError
 from torchtune_adaptive.formatting import printable
 from torchtune_adaptive.lifecycle.console import printing
 from torchtune_adaptive.rehearse import command as rehearse
-from torchtune_adaptive.rehearse_recipe import command as plan
 
 _COMMAND = re.compile(r"^(#.*\btune run\b.*?)(\w+) --config \S+", re.MULTILINE)
 """Finds the `tune run` command in the comments of a config, and the recipe in it."""
@@ -100,7 +99,6 @@ COMMANDS = {
     "ls": Command(ls.__doc__, add_ls_arguments, ls),
     "cp": Command(cp.__doc__, add_cp_arguments, cp),
     "status": Command(status.__doc__, status.add_arguments, status.run),
-    "plan": Command(plan.__doc__, plan.add_arguments, plan.run),
     "rehearse": Command(rehearse.__doc__, rehearse.add_arguments, rehearse.run, rehearse.FAILED),
 }
 

@@ -21,6 +21,7 @@ from torchtune_adaptive.config.checks import check_keys
 from torchtune_adaptive.config.command_line import config_and_overrides, read_config
 from torchtune_adaptive.config.components import in_a_line
 from torchtune_adaptive.config.remedies import KEYS, without_active_remedies
+from torchtune_adaptive.config.stand_ins import has_rollouts, length_of, with_stand_ins
 from torchtune_adaptive.engine.oom import fatal_on_oom
 from torchtune_adaptive.engine.ranks import from_all_ranks, let_gloo_threads_finish
 from torchtune_adaptive.errors import (
@@ -53,6 +54,10 @@ def run_recipe(recipe_type: type, keys: Collection[str] = (), remedies: Mapping[
 def _run(recipe_type: type, keys: Collection[str]) -> None:
     cfg = read_config(*config_and_overrides(sys.argv[1:]))
     check_keys(cfg, keys, log=rank() == 0)
+    if REHEARSAL.folder_without_data is not None:
+        text = f"without data: samples have {length_of(cfg)} tokens" + "; answers end at once" * has_rollouts(cfg)
+        REHEARSAL.record("setting", {"text": text, "timed": not has_rollouts(cfg)})
+        cfg = with_stand_ins(cfg, REHEARSAL.folder_without_data)
     try:
         with without_active_remedies(cfg):
             recipe = recipe_type(cfg)

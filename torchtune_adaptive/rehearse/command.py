@@ -65,6 +65,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--fixed", type=_fixed, action="append", default=[], metavar="FILE:LINE=N",
         help="let this line read the integer N from the GPU, instead of 0; the report names such lines",
     )  # fmt: skip
+    parser.add_argument(
+        "--without-data", action="store_true",
+        help="replace a recipe's weights, tokenizer and data; samples have the length that a search measures",
+    )  # fmt: skip
     parser.add_argument("--snapshot", metavar="FILE", help="write the memory snapshot FILE for pytorch.org/memory_viz")
     parser.add_argument("--format", choices=("text", "json"), default="text", help="output format")
     parser.add_argument("words", nargs=argparse.REMAINDER, metavar="command", help="the script and its arguments")
@@ -81,12 +85,17 @@ def run(options: argparse.Namespace) -> int:
         options.refuse(str(error))
     if options.memory is not None:
         cards = [card._replace(memory=options.memory) for card in cards]
-    for message, applies in _conflicts(options, cards, bool(searched)).items():
+    conflicts = _conflicts(options, cards, bool(searched)) | {
+        "--without-data needs a recipe of this package: tune run adaptive_...": options.without_data
+        and not any(Path(word).name.startswith("adaptive_") for word in command)
+    }
+    for message, applies in conflicts.items():
         if applies:
             options.refuse(message)
     last = max([options.rank, *(options.together or [])])
     settings = RankSettings(last, options.ranks[0], 0, options.memory_overhead, options.steps, options.devices)
     settings = settings._replace(together=options.together, skew=max(1, options.skew), fixed=dict(options.fixed))
+    settings = settings._replace(without_data=options.without_data)
     mode = _compare if _is_table(options, cards) else _search if searched else _run
     try:
         return mode(options, command, cards, settings)

@@ -30,6 +30,7 @@ INTEGER, MASK, ROUTING, BRANCH, FIXED = "integer", "mask", "routing", "branch", 
 """Kinds of values on which memory may depend: guessed, or fixed by the user."""
 MOST_INVERTED = 3
 """Guessed conditions of which both results are rehearsed."""
+_LIBRARY = re.compile(rf"/(site|dist)-packages/|/lib/python|^{re.escape(str(Path(__file__).parents[1]))}/")
 _GUESSED = {
     INTEGER: "an integer that a kernel would have computed was read as 0 at {places}: if a length or a number of rows "
     "depends on it, training needs more memory (to read N there: --fixed FILE:LINE=N)",
@@ -106,6 +107,8 @@ class RehearsalResult:
     """Results of a recipe's searches: stage, result."""
     message: str = ""
     """The error message of a recipe."""
+    setting: str = ""
+    """How a recipe was rehearsed without its data; empty if it had them."""
     inverted: str = ""
     """The place of a guessed condition that had its other result."""
     tried: list[dict[str, Any]] = field(default_factory=list)
@@ -133,7 +136,9 @@ class RehearsalResult:
             end=dict(*found["end"][:1]),
             guesses=found["guess"],
             child="".join(each["command"] for each in found["child"][:1]),
-            traced=dict(*found["work"][-1:]),
+            # without data, answers end at once, so the time of a step is unknown
+            traced=dict(*found["work"][-1:]) if all(each["timed"] for each in found["setting"]) else {},
+            setting="".join(each["text"] for each in found["setting"]),
             searches=found["search"],
             message="".join(each["text"] for each in found["message"][-1:]),
         )
@@ -143,7 +148,7 @@ class RehearsalResult:
         """Read a record for each rank. Return the first rank that failed, or else the fullest, with all peaks."""
         records = sorted(folder.iterdir(), key=lambda path: path.stat().st_mtime_ns)  # in the order of their ends
         ranks = {int(path.name): path for path in records if path.name.isdecimal()}
-        ranks = ranks or {0: next(iter(records), folder / "0")}
+        ranks = ranks or {0: next((path for path in records if path.is_file()), folder / "0")}
         if (compared := folder / COMPARED).exists():
             about |= json.loads(compared.read_text())
         results = [cls.read(path, **{"ranks": len(ranks), "rank": rank, **about}) for rank, path in ranks.items()]
@@ -207,9 +212,9 @@ class RehearsalResult:
 
     @property
     def guessed_conditions(self) -> list[str]:
-        """The places of guessed conditions in the script, without those in libraries."""
+        """The places of guessed conditions in the script, without those in libraries and this package."""
         branches = [each for each in self.guesses if each["what"] == BRANCH]
-        own = (each for each in branches if not re.search(r"/(site|dist)-packages/|/lib/python", each["file"]))
+        own = (each for each in branches if not _LIBRARY.search(each["file"]))
         return [f"{each['file']}:{each['line']}" for each in own]
 
     def or_larger(self, others: Mapping[str, RehearsalResult]) -> RehearsalResult:
@@ -433,6 +438,7 @@ class RehearsalResult:
         return [
             f"rank {self.rank} of {self.ranks}; of {_size(self.usable_bytes + self.overhead_bytes)} of GPU "
             f"memory, {_size(self.overhead_bytes)} are for the CUDA context, NCCL and libraries (--memory-overhead)",
+            *[self.setting] * bool(self.setting),
             "kernels did not run: every loss is 0, and branches on values may differ in training",
             *[note.format(places=places) for what, note in _GUESSED.items() if (places := self._places(what))],
             *(f"with {each['place'] or 'no condition'} inverted: {each['verdict']}" for each in self.tried),

@@ -51,6 +51,9 @@ def main(folder: str, settings_json: str, *command: str) -> NoReturn:
     if program_of(command).startswith(("accelerate", "trl")):
         replace_simple_launcher(run)
     recorder = StepRecorder(Path(folder, str(settings.rank)), settings)
+    if settings.without_data:
+        REHEARSAL.folder_without_data = Path(folder, "output")
+        REHEARSAL.folder_without_data.mkdir()
 
     def start_ranks(ranks: int) -> tuple[int, Sequence[int]]:
         """Return the rank of this process, and the ranks that run."""

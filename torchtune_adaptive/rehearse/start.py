@@ -123,6 +123,8 @@ class RankSettings(NamedTuple):
     """Integers that are read at `file:line` instead of 0."""
     inverted: str = ""
     """The place (`file:line`) of a guessed condition that gets the other result."""
+    without_data: bool = False
+    """True: a recipe gets stand-ins for its weights, tokenizer and data."""
 
     def running(self, ranks: int) -> Sequence[int]:
         """Return the ranks that run, if there are this many in total."""

@@ -153,7 +153,7 @@ def mesh_shape(settings: Settings, ranks: int) -> tuple[int, int, int]:
     raise ConfigError(
         f"data_parallel_replicate_dim {replicas} × data_parallel_shard_dim {-1 if shard_dim is None else shard_dim} × "
         f"tensor_parallel_dim {tensor_parallel} must equal the world size, which is {ranks}; -1 means all remaining "
-        "ranks. Change one of them or the number of ranks (--nproc_per_node; for tune-adaptive plan, world_size)"
+        "ranks. Change one of them or the number of ranks (--nproc_per_node; in a rehearsal, --ranks)"
     )
 
 

@@ -2,7 +2,6 @@
 
 import faulthandler
 import json
-import multiprocessing
 import os
 import resource
 import sys
@@ -12,18 +11,13 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.ranks import started
 from tests.recipes.running import load_ours
-from torchtune_adaptive.cli.main import main
-from torchtune_adaptive.config.command_line import locate, read_config
 from torchtune_adaptive.config.keys import AdaptiveConfig, Settings
-from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.lifecycle.entry_point import run_recipe
-from torchtune_adaptive.rehearse_recipe.request import PlanSettings, read_request
 
 MOST_BYTES = 2 * 2**30
 """Allowed in addition to the memory mapped at the start."""
@@ -34,7 +28,7 @@ Ended = tuple[int | None, str]
 
 
 def start(program: str, arguments: Sequence[str], folder: Path, timeout_s: float = 60) -> Ended:
-    """Start `program`: `full` or `lora`, set up without training, or `plan`."""
+    """Set up the recipe `program`, `full` or `lora`, without training."""
     path = folder / "output.txt"
     process = started(_main, program, arguments, folder, path, timeout_s)
     try:
@@ -54,16 +48,9 @@ def _main(program: str, arguments: Sequence[str], folder: Path, path: Path, time
         os.dup2(output.fileno(), 2)
     sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")
     mapped_bytes = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    # a null device reserves the addresses of a whole card, but no memory
-    limit = resource.RLIMIT_DATA if program == "plan" else resource.RLIMIT_AS
-    resource.setrlimit(limit, (mapped_bytes + MOST_BYTES,) * 2)
+    resource.setrlimit(resource.RLIMIT_AS, (mapped_bytes + MOST_BYTES,) * 2)
     sys.argv = [program, *arguments]
-    if program == "plan":
-        sys.argv = ["tests", *sys.argv]
-        multiprocessing.current_process().daemon = False  # a daemon may not start the processes of a rehearsal
-        main()
-    else:
-        run_recipe(type("OnlySetUp", (load_ours(program),), {"train": lambda self: None}))
+    run_recipe(type("OnlySetUp", (load_ours(program),), {"train": lambda self: None}))
 
 
 CONFIG = ("--config", "adaptive/demo/full")
@@ -78,24 +65,6 @@ def assert_one_line_error(ended: Ended, key: str) -> None:
     assert key in error
 
 
-QUESTION = ("device=cuda", "memory_limit=8GiB")
-
-
-@pytest.mark.parametrize(
-    ("overrides", "parts"),
-    [
-        (["world_size=65537"], ["world_size is 65537", "from 1 to 65536"]),
-        (["sequence_length=1000000000"], ["sequence_length is 1000000000", "16777216"]),
-        (["memory_limit=h101"], ["memory_limit: cannot read 'h101'"]),
-    ],
-)
-def test_invalid_plan_setting_is_reported_with_the_allowed_values(overrides: list[str], parts: list[str]) -> None:
-    with pytest.raises(ConfigError) as error:
-        read_request(read_config(locate(CONFIG[1]), [*QUESTION, *overrides]), "", ())
-    assert [part for part in parts if part not in str(error.value)] == [], str(error.value)
-
-
-PLAN_KEYS = {field.name for field in fields(PlanSettings)}
 SETTINGS_KEYS = [field.name for field in fields(Settings)]
 ADAPTIVE_KEYS = [field.name for field in fields(AdaptiveConfig)]
 KEYS = [
@@ -131,27 +100,3 @@ def test_any_value_of_any_key_is_accepted_or_reported_with_its_key(key: str, val
         assert "Traceback" not in ended[1]
     else:
         assert_one_line_error(ended, key)
-
-
-@settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
-@given(key=st.sampled_from(sorted(PLAN_KEYS)), value=VALUES)
-def test_any_invalid_plan_setting_is_reported_with_its_key(key: str, value: Any) -> None:
-    message = key
-    try:
-        read_request(read_config(locate(CONFIG[1]), [*QUESTION, f"{key}={as_yaml(value)}"]), "", ())
-    except ConfigError as error:
-        message = str(error)
-    assert key in message
-    assert "\n" not in message
-
-
-def test_null_model_of_a_plan_is_reported(tmp_path: Path) -> None:
-    assert_one_line_error(start("plan", [*CONFIG, *QUESTION, "model=null"], tmp_path), "model._component_ is null")
-
-
-def test_cost_of_a_plan_does_not_grow_with_ranks(tmp_path: Path) -> None:
-    """It takes at most a minute and 2 GiB."""
-    status, output = start("plan", [*CONFIG, *QUESTION, "world_size=64"], tmp_path, timeout_s=60)
-    assert status == 0, output
-    assert "rank 0 of 64" in output
-    assert "train with: tune run --nnodes 8" in output

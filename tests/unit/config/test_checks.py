@@ -12,7 +12,6 @@ from torchtune_adaptive.config.command_line import read_config
 from torchtune_adaptive.config.keys import AdaptiveConfig
 from torchtune_adaptive.config.registry import FULL, FULL_DPO, LORA, LORA_DPO, PPO, Recipe, config_files
 from torchtune_adaptive.errors import BETWEEN_ERRORS, ConfigError
-from torchtune_adaptive.rehearse_recipe.request import PlanSettings, recipe_of
 
 
 @pytest.mark.parametrize(
@@ -39,7 +38,6 @@ def test_custom_key_is_reported_once(key: str, caplog: pytest.LogCaptureFixture)
     assert caplog.messages == [f"ignored config keys: {key}"]
 
 
-PLAN_KEYS = [field.name for field in dataclasses.fields(PlanSettings)]
 OURS = [field.name for field in dataclasses.fields(AdaptiveConfig)]
 
 
@@ -131,8 +129,3 @@ def test_errors_in_several_places_are_reported_together() -> None:
     message = problems(LORA, demo(LORA, "model.lora_rank=0", token_budget="auto", max_batch_size=4))
     assert "model.lora_rank is 0" in message
     assert "adaptive.max_batch_size is 4" in message
-
-
-@pytest.mark.parametrize("recipe", [FULL, LORA, FULL_DPO, LORA_DPO, PPO], ids=lambda recipe: recipe.name)
-def test_recipe_of_a_config_is_recognized(recipe: Recipe) -> None:
-    assert recipe_of(demo(recipe)) is recipe

@@ -12,11 +12,9 @@ from torchtune.rlhf.loss import DPOLoss
 
 from tests.unit.tune.minimal_config import NEEDED
 from torchtune_adaptive.config.checks import read_full_dpo_settings
-from torchtune_adaptive.config.command_line import locate
 from torchtune_adaptive.engine.plans import Load
 from torchtune_adaptive.engine.results import StepResult
 from torchtune_adaptive.errors import ConfigError
-from torchtune_adaptive.rehearse_recipe.request import recipe_of
 from torchtune_adaptive.tune import preference
 from torchtune_adaptive.tune.preference import (
     PAIRS,
@@ -66,15 +64,6 @@ def test_figures_are_means_over_pairs_and_logits_over_tokens() -> None:
     assert (figures["rewards/accuracies"], figures["log_probs/rejected"]) == (0.75, -20.0)
     assert (figures["logits/chosen"], figures["logits/rejected"]) == (2.0, 4.0)
     assert figures["reference_microbatches"] == 2
-
-
-@pytest.mark.parametrize("name", ["llama3_1/8B_full_dpo", "llama3_1/8B_lora_dpo", "llama2/7B_lora_dpo"])
-def test_recipe_is_recognized_by_its_reference_or_loss(name: str) -> None:
-    cfg = OmegaConf.load(locate(f"adaptive/{name}"))
-    assert recipe_of(cfg).saved_as.endswith("_dpo")
-    assert recipe_of(cfg).saved_as.startswith("lora") == ("lora" in name)
-    cfg.loss = {"_component_": "torch.nn.CrossEntropyLoss"}
-    assert recipe_of(cfg).saved_as.endswith("_dpo") == ("lora" not in name)
 
 
 def test_sums_over_packed_rows_and_their_gradients_equal_those_per_row() -> None:

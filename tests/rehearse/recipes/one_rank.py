@@ -1,4 +1,4 @@
-"""One rank of a run that records its steps: python -m tests.rehearse_recipe.one_rank FOLDER STEPS recipe args"""
+"""One rank of a run that records its steps: python -m tests.rehearse.recipes.one_rank FOLDER STEPS recipe args"""
 
 import os
 import runpy

@@ -1,6 +1,6 @@
 """Compare a rehearsal over time with a run: two processes on null devices, which agree over gloo.
 
-python -m tests.rehearse_recipe.two_ranks     200 steps; writes benchmarks/results/over_time.json
+python -m tests.rehearse.recipes.two_ranks     200 steps; writes benchmarks/results/over_time.json
 
 NCCL transfers no data on a null device, but the agreement is real: an out-of-memory error on one rank makes the other
 repeat its step.
@@ -17,33 +17,31 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 
 from benchmarks.results import save
-from torchtune_adaptive.config.command_line import locate
+from torchtune_adaptive.config.command_line import read_config
+from torchtune_adaptive.config.registry import config_files
+from torchtune_adaptive.config.stand_ins import with_stand_ins
 from torchtune_adaptive.null_cuda import environment
+from torchtune_adaptive.rehearse.gpus import GPUS
 from torchtune_adaptive.rehearse.result import RehearsalResult
 from torchtune_adaptive.rehearse.start import RankSettings, overhead_of, rehearse
-from torchtune_adaptive.rehearse_recipe.request import PlanRequest, PlanSettings
-from torchtune_adaptive.rehearse_recipe.start import rehearsed_config
 
 RANKS = 2
 SIZES = ("model.num_layers=2", "model.embed_dim=1024", "model.intermediate_dim=4096", "model.max_seq_len=4096")
-RUN = ("device=cuda", "use_maximum_batch_size=False", "gradient_accumulation_steps=1", "seed=3")
-
+RUN = ("device=cuda", "use_maximum_batch_size=False", "gradient_accumulation_steps=1", "seed=3", "batch_size=16")
+RECIPE = "adaptive_full_finetune_distributed"
+GPU = GPUS["h100"]._replace(memory=4500 * 2**20)
 
 MEDIAN, LONGEST = 100, 2000
 DRAWN = 4099
 """A prime, so that each pass through the lengths groups them into different steps."""
 
 
-def plan_request() -> PlanRequest:
-    """Return the settings: rows of the maximum length, until `training` changes them."""
-    given = (*SIZES, *RUN, "batch_size=16")
-    cfg = OmegaConf.merge(OmegaConf.load(locate("adaptive/demo/full")), OmegaConf.from_dotlist([*given]))
-    assert isinstance(cfg, DictConfig)
-    settings = PlanSettings(world_size=RANKS, memory_limit="4500MiB", sequence_length=LONGEST)
-    return PlanRequest(cfg, settings, "adaptive/demo/full", given)
+def command(config: Path, *overrides: str) -> list[str]:
+    """Return the command of one rank."""
+    return ["-m", RECIPE, "--config", str(config), *overrides]
 
 
 @contextmanager
@@ -55,28 +53,28 @@ def training(*, alike: bool) -> Iterator[Path]:
     drawn, spread = random.Random(0), math.log(LONGEST / MEDIAN) / 3.09
     lengths = [max(1, min(LONGEST, round(MEDIAN * math.exp(spread * drawn.gauss(0, 1))))) for _ in range(DRAWN)]
     with tempfile.TemporaryDirectory() as name:
-        cfg = rehearsed_config(plan_request(), RANKS, Path(name))
+        overrides = (*SIZES, *RUN, f"adaptive.sequence_length={LONGEST}", "adaptive.memory_limit=null")
+        cfg = with_stand_ins(read_config(config_files()["adaptive/demo/full"], overrides), Path(name))
+        cfg.dataset.samples *= RANKS
         cfg.dataset.lengths = [length for length in lengths for _ in range(RANKS if alike else 1)]
-        cfg.adaptive.recover_from_oom = True
         OmegaConf.save(cfg, Path(name, "config.yaml"))
         yield Path(name)
 
 
 def rehearsed(steps: int, *, alike: bool) -> RehearsalResult:
     """Rehearse one of the two ranks."""
-    request, settings = plan_request(), RankSettings(ranks=RANKS, steps=steps)
+    settings = RankSettings(ranks=RANKS, steps=steps)
     with training(alike=alike) as folder, Path(os.devnull).open("w") as nowhere:
-        command = ["-m", request.recipe.name, "--config", str(folder / "config.yaml")]
-        return rehearse(command, request.gpus[0], settings, nowhere)
+        return rehearse(command(folder / "config.yaml"), GPU, settings, nowhere)
 
 
 def trained(steps: int, *, alike: bool) -> list[RehearsalResult]:
     """Run the config on two ranks that record their steps."""
-    request, overhead_bytes = plan_request(), overhead_of(RANKS)
-    usable_bytes = request.gpus[0].memory - overhead_bytes
+    overhead_bytes = overhead_of(RANKS)
+    usable_bytes = GPU.memory - overhead_bytes
     with training(alike=alike) as folder:
         launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(RANKS)]
-        rank = ["-m", "tests.rehearse_recipe.one_rank", str(folder), str(steps + 1), request.recipe.name]
+        rank = ["-m", "tests.rehearse.recipes.one_rank", str(folder), str(steps + 1), RECIPE]
         subprocess.run(
             [*launcher, *rank, "--config", str(folder / "config.yaml")],
             env={**os.environ, **environment(memory=usable_bytes, devices=RANKS), "OMP_NUM_THREADS": "1"},
@@ -115,7 +113,7 @@ def main(steps: int = 200) -> None:
         }
         rows.append(row)
         print(row, flush=True)
-    note = "a rehearsal and a run on two ranks that agree over gloo: python -m tests.rehearse_recipe.two_ranks"
+    note = "a rehearsal and a run on two ranks that agree over gloo: python -m tests.rehearse.recipes.two_ranks"
     save("over_time", rows, note)
 
 

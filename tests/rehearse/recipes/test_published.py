@@ -7,13 +7,11 @@ table, and the reason for omitted lines. The suite runs one line; `make publishe
 import os
 
 import pytest
-from omegaconf import DictConfig, OmegaConf
 
 from tests.null.processes import skip_without_null_device
 from tests.recipes.running import STOCK
 from torchtune_adaptive.rehearse.gpus import GPUS
-from torchtune_adaptive.rehearse_recipe.request import PlanRequest, PlanSettings
-from torchtune_adaptive.rehearse_recipe.start import rehearse_recipe
+from torchtune_adaptive.rehearse.start import RankSettings, rehearse_quietly
 
 ROWS, TOKENS = 2, 4096
 TOLERANCE = 0.08
@@ -47,12 +45,11 @@ def test_line_of_torchtunes_readme(line: str) -> None:
         pytest.skip("`make published` runs all lines")
     skip_without_null_device()
     gib, (name, *overrides) = LINES[line]
-    cfg = OmegaConf.load(STOCK / "configs" / "llama3_2" / f"{name}.yaml")
+    recipe = f"adaptive_{'lora' if 'lora' in name else 'full'}_finetune_distributed"
     sizes = (f"batch_size={ROWS}", "gradient_accumulation_steps=1", "clip_grad_norm=null")
-    cfg = OmegaConf.merge(cfg, OmegaConf.from_dotlist([*sizes, *overrides]))
-    assert isinstance(cfg, DictConfig)
-    request = PlanRequest(cfg, PlanSettings(sequence_length=TOKENS), name, sizes)
-    found = rehearse_recipe(request, (), GPUS["a100"], 1)
+    command = ["-m", recipe, "--config", str(STOCK / "configs" / "llama3_2" / f"{name}.yaml"), *sizes, *overrides]
+    command.append(f"tokenizer.max_seq_len={TOKENS}")
+    found = rehearse_quietly(RankSettings(steps=2, without_data=True), command, GPUS["a100"], 1)
     measured = max(step["allocated_bytes"] for step in found.steps) / 2**30
     print(f"{line}: {measured:.2f} GiB")
     assert measured == pytest.approx(gib, rel=TOLERANCE)

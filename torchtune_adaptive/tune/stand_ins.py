@@ -1,4 +1,7 @@
-"""Stand-ins for checkpointer, tokenizer, dataset and rewards. Each accepts the arguments of what it replaces."""
+"""Stand-ins for checkpointer, tokenizer, dataset and rewards, for rehearsals with `--without-data`.
+
+Each accepts the arguments of what it replaces.
+"""
 
 from __future__ import annotations
 

@@ -1,0 +1,1 @@
+"""Predictions for recipes, compared with runs and published figures."""

@@ -1,0 +1,125 @@
+"""`tune-adaptive rehearse --without-data`: recipes without files of weights, tokenizer and data."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from omegaconf import OmegaConf
+
+from tests.null.processes import skip_without_null_device
+from tests.rehearse.recipes.two_ranks import GPU, command, errors_and_flushes, rehearsed, trained
+from torchtune_adaptive.config.command_line import locate
+from torchtune_adaptive.config.stand_ins import with_stand_ins
+from torchtune_adaptive.errors import ConfigError
+from torchtune_adaptive.rehearse.gpus import Gpu
+from torchtune_adaptive.rehearse.result import RehearsalResult
+from torchtune_adaptive.rehearse.start import RankSettings, rehearse_quietly
+from torchtune_adaptive.rehearse.sweep import compare
+
+GIB = 2**30
+SMALL = ("model.num_layers=2", "model.embed_dim=1024", "model.intermediate_dim=4096", "model.max_seq_len=4096")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def null_device() -> None:
+    skip_without_null_device()
+
+
+def answer(recipe: str, config: str, *words: str, memory: str, ranks: int = 2) -> Any:
+    program = [str(Path(sys.executable).with_name("tune-adaptive")), "rehearse", "--without-data", "--format", "json"]
+    rehearsed = [*program, "--memory", memory, "--ranks", str(ranks), "--steps", "2", "--", "tune", "run"]
+    ended = subprocess.run(
+        [*rehearsed, recipe, "--config", config, "device=cuda", "adaptive.memory_limit=null", *words],
+        capture_output=True, text=True, timeout=240, env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert ended.returncode == 0, ended.stderr
+    return json.loads(ended.stdout)
+
+
+@pytest.mark.smoke
+def test_predicted_memory_is_that_of_a_run_with_the_chosen_batch_size() -> None:
+    words = (*SMALL, "adaptive.sequence_length=512", "gradient_accumulation_steps=1")
+    full = partial(answer, "adaptive_full_finetune_distributed", "adaptive/demo/full", *words, memory="6GiB")
+    chosen = full("use_maximum_batch_size=True")
+    (search,) = chosen["searches"]
+    rows = search["result"]["rows"]
+    assert rows > 8
+    most = max(step["reserved_bytes"] for step in chosen["steps"])
+    assert most <= chosen["usable_bytes"] == 3 * GIB
+    given = full("use_maximum_batch_size=False", f"batch_size={rows}")
+    assert (given["fits"], given["searches"]) == (True, [])
+    # the run starts with an empty cache
+    assert max(step["reserved_bytes"] for step in given["steps"]) == pytest.approx(most, rel=0.03)
+    assert given["time"]["tokens_per_step"] == 2 * 512 * rows
+
+
+@pytest.mark.parametrize(
+    ("recipe", "config", "stages"),
+    [
+        ("lora_finetune", "lora", {""}),
+        ("full_dpo", "dpo", {"policy", "reference log-probabilities"}),
+        ("ppo_full_finetune", "ppo", {"generate", "train policy", "train value"}),
+    ],
+)
+def test_every_recipe_has_a_prediction_by_stage(recipe: str, config: str, stages: set[str]) -> None:
+    found = answer(
+        f"adaptive_{recipe}_distributed", f"adaptive/demo/{config}", "use_maximum_batch_size=True", memory="4GiB"
+    )
+    assert stages <= {search["stage"] for search in found["searches"] if search["result"]["rows"]}
+    assert (found["time"] is None) == (config == "ppo"), "in PPO's rehearsed steps, answers end at once"
+
+
+def test_config_with_images_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no images"):
+        with_stand_ins(OmegaConf.load(locate("llama3_2_vision/11B_full")), tmp_path)
+
+
+def test_searches_and_error_of_the_recipe_are_read_from_the_record(tmp_path: Path) -> None:
+    record = tmp_path / "record.jsonl"
+    peak = {"phase_bytes": {"forward": GIB, "backward": 2 * GIB}, "fits": True, "retries": 0}
+    probes = [{"rows": 8, "length": 0, "peak": peak}, {"rows": 16, "length": 0, "peak": {**peak, "fits": False}}]
+    error = {"step": 1, "in_search": True, "allocated_bytes": GIB, "reserved_bytes": GIB}
+    lines = [
+        {"kind": "search", "stage": "", "result": {"rows": 8, "reason": "a power of two", "probes": probes}},
+        {"kind": "out_of_memory", **error},
+        {"kind": "message", "text": "no room: lower adaptive.memory_limit"},
+    ]
+    record.write_text("\n".join(map(json.dumps, lines)))
+    found = RehearsalResult.read(record, usable_bytes=GIB, overhead_bytes=0, rank=0, ranks=1, status=1)
+    assert found.verdict() == "does not fit: no room: lower adaptive.memory_limit"
+    assert found.rows == "8 rows"
+    fits = RehearsalResult(usable_bytes=GIB, overhead_bytes=0, rank=0, ranks=1, status=0, searches=found.searches)
+    table = [line.split() for line in fits.as_text().splitlines()[2:6]]
+    assert table[2:] == [
+        ["8", "2.0", "GiB", "<-", "chosen", "(a", "power", "of", "two)"],
+        ["16", "out", "of", "memory"],
+    ]
+
+
+def rehearse_and_end_parent(words: list[str], card: Gpu, ranks: int) -> RehearsalResult:
+    if ranks == 1:
+        threading.Timer(1, os.kill, (os.getppid(), signal.SIGTERM)).start()
+    return rehearse_quietly(RankSettings(steps=2, without_data=True), words, card, ranks)
+
+
+def test_signal_ends_all_rehearsals() -> None:
+    words = command(locate("adaptive/demo/full"), "device=cuda")
+    with pytest.raises(KeyboardInterrupt):
+        compare(rehearse_and_end_parent, words, [GPU], [1, 2, 4])
+
+
+def test_recoveries_and_flushes_are_those_of_a_run_on_two_ranks() -> None:
+    found, ranks = rehearsed(12, alike=True), trained(12, alike=True)
+    assert len(ranks) == 2
+    for rank in ranks:
+        assert errors_and_flushes(found) == errors_and_flushes(rank)
+        assert found.steps == rank.steps
+    assert sum(errors for errors, _ in errors_and_flushes(found)) > 0
+    assert len({step["allocated_bytes"] for step in found.steps}) > 5

@@ -1,1 +1,0 @@
-"""Predictions of `tune-adaptive plan` compared with the needs of training runs."""
