@@ -6,7 +6,7 @@ python -m tools.measured         # `make bench` runs it too
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -191,24 +191,25 @@ def _matched(rows: list[Row]) -> str:
 
 
 def over_nccl(folder: Path = RESULTS) -> str:
-    """Return a table of the cases over NCCL, in which the variants of a case and the versions of torch are together."""
+    """Return a table of the cases over NCCL: full and hybrid sharding, and all others, for each backend."""
     with naming("nccl", folder):
         rows = rows_of("nccl", folder)
         versions = sorted({row["torch"] for row in rows})
         shown = [
-            f"| case | variants | backend | operations (torch {' / '.join(versions)}) | recovered | calls compared | "
+            f"| backend | cases | operations (torch {' / '.join(versions)}) | recovered | calls compared | "
             "mismatches | deadlocks |",
-            "|---|---|---|---|---|---|---|---|",
+            "|---|---|---|---|---|---|---|",
         ]
         groups = defaultdict[tuple[str, str], list[Row]](list)
         for row in rows:
-            groups[row["case"].partition(",")[0], row["backend"]].append(row)
-        for (case, backend), alike in groups.items():
+            case = row["case"].partition(",")[0]
+            groups[row["backend"], case if case in ("plain", "hybrid") else "other"].append(row)
+        for (backend, kind), alike in sorted(groups.items()):
             tried = (sum(row["injected"] for row in alike if row["torch"] == each) for each in versions)
             counts = (f"{sum(row[key] for row in alike):,}" for key in ("recovered", *CALLS))
-            variants = len({row["case"] for row in alike})
+            number = count_of(len({row["case"] for row in alike}), "case", "cases")
             operations = " / ".join(f"{each:,}" if each else "–" for each in tried)
-            shown.append(f"| {case} | {variants} | {backend} | {operations} | {' | '.join(counts)} |")
+            shown.append(f"| {backend} | {kind}: {number} | {operations} | {' | '.join(counts)} |")
     return "\n".join(shown) + "\n"
 
 
@@ -361,21 +362,21 @@ GPU_PARTS = {
 
 
 def on_a_gpu(folder: Path = RESULTS) -> str:
-    """Return the table of a GPU's measurements; parts without a result are marked."""
-    shown = ["| part | measurement | result | GPU | torch | date |", "|---|---|---|---|---|---|"]
+    """Return the table of a GPU's measurements and where they were made; parts without a result are marked."""
+    shown = ["| part | measurement | result |", "|---|---|---|"]
+    places = defaultdict[str, list[str]](list)
     for part, what in GPU_PARTS.items():
+        name = part.__name__.removeprefix("gpu_")
         with naming(part.__name__, folder):
-            shown.append(_gpu_line(part, what, read_json(folder / f"{part.__name__}.json")))
+            found = read_json(folder / f"{part.__name__}.json")
+            result = part(found["rows"]) if found is not None and found["rows"] else ""
+            if found is not None and result:
+                result += "" if found["status"] == "done" else f" ({found['status']})"
+                about = found["machine"]
+                places[f"{about['gpu']}, torch {about['torch']}, {about['date']}"].append(name)
+        shown.append(f"| {name} | {what} | {result or 'not measured yet'} |")
+    shown += [f"\n{place}: {', '.join(names)}" for place, names in places.items()]
     return "\n".join(shown) + "\n"
-
-
-def _gpu_line(part: Callable[[list[Row]], str], what: str, found: Row | None) -> str:
-    name = part.__name__.removeprefix("gpu_")
-    if found is None or not found["rows"] or not (result := part(found["rows"])):
-        return f"| {name} | {what} | not measured yet | | | |"
-    about = found["machine"]
-    result += "" if found["status"] == "done" else f" ({found['status']})"
-    return f"| {name} | {what} | {result} | {about['gpu']} | {about['torch']} | {about['date']} |"
 
 
 def begin(name: str) -> str:

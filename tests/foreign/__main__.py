@@ -1,4 +1,4 @@
-"""Rehearse every script in tests/foreign/scripts; write the list of docs/rehearsing.md.
+"""Rehearse every script in tests/foreign/scripts; write the summary of docs/rehearsing.md.
 
 A script states in its comments how it is rehearsed and what must come out:
 
@@ -128,20 +128,16 @@ def versions() -> dict[str, str]:
     return {name: version(name) for name in LIBRARIES}
 
 
-def listed(results: list[Found]) -> str:
-    """Return the results as a list for docs/rehearsing.md."""
+def summary(results: list[Found]) -> str:
+    """Return the text for docs/rehearsing.md."""
     ratios = [each.peak_gib / each.arithmetic_gib for each in results if each.arithmetic_gib and each.peak_gib]
     spread = f"{min(ratios):.2f} to {max(ratios):.2f} times the sum (median {median(ratios):.2f})"
-    lines = [f"The rehearsed peaks are {spread}:\n"]
-    for each in results:
-        outcome = "" if each.verdict.startswith("fits") else f" ({each.verdict.split(': ', 1)[0]})"
-        note = " (with a note)" if "sizes may depend" in each.verdict else ""
-        lines.append(f"- {each.what}{outcome}{note}")
-    return "\n".join(lines) + "\n"
+    used = ", ".join(f"{name} {number}" for name, number in versions().items())
+    return f"The rehearsed peaks of {len(ratios)} scripts are {spread}, with {used}.\n"
 
 
 def main() -> None:
-    """Rehearse the named scripts, or all and write the list."""
+    """Rehearse the named scripts, or all and write the summary."""
     scripts = sorted(path for path in (HERE / "scripts").glob("*.py") if path.stem != "models")
     every = [case for script in scripts for case in cases_of(script)]
     chosen = [case for case in every if not sys.argv[1:] or case.script.stem in sys.argv[1:]]
@@ -157,7 +153,7 @@ def main() -> None:
         RESULTS.write_text(json.dumps(record, indent=1) + "\n")
         page = PAGE.read_text()
         before, _, rest = page.partition(BEGIN)
-        PAGE.write_text(before + BEGIN + listed(results) + END + rest.partition(END)[2])
+        PAGE.write_text(before + BEGIN + summary(results) + END + rest.partition(END)[2])
     sys.exit(any(found.wrong for found in results))
 
 

@@ -1,6 +1,6 @@
 """Compare the passes of adaptive workers with SkyRL's own, without errors and with injected ones.
 
-torchrun --nproc_per_node 2 -m tests.skyrl.sweeps [PLACES]   prints the table of docs/skyrl.md for this number of ranks
+torchrun --nproc_per_node 2 -m tests.skyrl.sweeps [PLACES]   prints a table of each pass on this number of ranks
 """
 
 from __future__ import annotations
@@ -172,7 +172,7 @@ def sweep_all(places: int) -> dict[str, Swept]:
 
 
 def table(results: Sequence[dict[str, Swept]]) -> str:
-    """Return the rows of the table in docs/skyrl.md. `results` are those of all ranks."""
+    """Return a table of the passes. `results` are those of all ranks."""
     lines = []
     for name, each in results[0].items():
         worst = max(of_rank[name].difference for of_rank in results)
