@@ -23,7 +23,7 @@ from benchmarks.results import save
 from torchtune_adaptive.config.command_line import locate
 from torchtune_adaptive.null_cuda import environment
 from torchtune_adaptive.rehearse.result import RehearsalResult
-from torchtune_adaptive.rehearse.start import RankSettings, overhead_of, rehearse
+from torchtune_adaptive.rehearse.start import RankSettings, overhead_of, rehearse_once
 from torchtune_adaptive.rehearse_recipe.request import PlanRequest, PlanSettings
 from torchtune_adaptive.rehearse_recipe.start import rehearsed_config
 
@@ -67,7 +67,7 @@ def rehearsed(steps: int, *, alike: bool) -> RehearsalResult:
     request, settings = plan_request(), RankSettings(ranks=RANKS, steps=steps)
     with training(alike=alike) as folder, Path(os.devnull).open("w") as nowhere:
         command = ["-m", request.recipe.name, "--config", str(folder / "config.yaml")]
-        return rehearse(command, request.gpus[0], settings, nowhere)
+        return rehearse_once(command, request.gpus[0], settings, nowhere)
 
 
 def trained(steps: int, *, alike: bool) -> list[RehearsalResult]:

@@ -12,9 +12,8 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from torchtune_adaptive.atomic_files import replace_file
+from torchtune_adaptive.rehearse.result import GRADIENTS, OPTIMIZER, OTHER, PARAMETERS
 from torchtune_adaptive.rehearse.start import RankSettings
-
-PARAMETERS, GRADIENTS, OPTIMIZER, OTHER = "parameters", "gradients", "optimizer", "activations and other"
 
 
 class MemoryHistory:

@@ -28,6 +28,8 @@ DIFFERENT_ABOVE = 1.02
 """Steps have different peaks if one allocates more than this multiple of another."""
 INTEGER, MASK, ROUTING, BRANCH, FIXED = "integer", "mask", "routing", "branch", "fixed"
 """Kinds of values on which memory may depend: guessed, or fixed by the user."""
+PARAMETERS, GRADIENTS, OPTIMIZER, OTHER = "parameters", "gradients", "optimizer", "activations and other"
+"""Kinds of memory."""
 MOST_INVERTED = 3
 """Guessed conditions of which both results are rehearsed."""
 _GUESSED = {
@@ -112,6 +114,10 @@ class RehearsalResult:
     """The other rehearsals of the script, with other results of guessed conditions: place, verdict."""
     collectives: int | None = None
     """Calls that the ranks have made together; None if one rank ran."""
+    held: dict[str, Any] = field(default_factory=dict)
+    """The bytes of each kind after the first update: held_bytes; empty if no optimizer took a step."""
+    largest: int | None = None
+    """The largest value of the range in the command that fits; 0 if none does; None without a range."""
     hang: dict[str, Any] = field(default_factory=dict)
     """Which ranks wait for which others (see `hangs.py`); empty if none do."""
 
@@ -134,6 +140,7 @@ class RehearsalResult:
             guesses=found["guess"],
             child="".join(each["command"] for each in found["child"][:1]),
             traced=dict(*found["work"][-1:]),
+            held=dict(*found["held"][:1]),
             searches=found["search"],
             message="".join(each["text"] for each in found["message"][-1:]),
         )
@@ -238,6 +245,18 @@ class RehearsalResult:
         """The peaks of the whole run, including those at out-of-memory errors, but not those of a search."""
         every = *self.all_peaks, *(each for each in self.errors if not each["in_search"] or each is self.unresolved_oom)
         return {name: max((each[name] for each in every), default=0) for name in ("allocated_bytes", "reserved_bytes")}
+
+    @property
+    def peak_by_kind(self) -> dict[str, int]:
+        """The peak of allocated memory by kind; empty if unknown.
+
+        After an out-of-memory error, this is what was allocated. Otherwise, parameters, gradients and optimizer state
+        are those after the first update, and the rest of the peak counts as activations.
+        """
+        if self.out_of_memory:
+            return dict(self.out_of_memory["held_bytes"])
+        kinds = {kind: self.held["held_bytes"].get(kind, 0) for kind in (PARAMETERS, GRADIENTS, OPTIMIZER) if self.held}
+        return kinds and {**kinds, OTHER: self.run_peaks["allocated_bytes"] - sum(kinds.values())}
 
     @property
     def peaks_differ(self) -> bool:
@@ -394,7 +413,17 @@ class RehearsalResult:
         peaks = [_peak_lines("device", self.devices), _peak_lines("rank", self.rank_peaks)]
         if self.outcome is Outcome.HANGS:
             return "\n".join([self.verdict(), "", *hangs.as_lines(self.hang)])
-        sections = [[self.verdict()], *searches, self._step_lines(), self._time_lines(), *peaks, self._error_lines()]
+        fits = [f"largest that fits: {self.largest}" if self.largest else "none fits; the smallest:"]
+        searched = [fits] * bool(self.largest or (self.largest == 0 and self.out_of_memory))
+        sections = [
+            *searched,
+            [self.verdict()],
+            *searches,
+            self._step_lines(),
+            self._time_lines(),
+            *peaks,
+            self._error_lines(),
+        ]
         if self.fits or self.steps or self.errors or self.guesses:
             sections.append(self._condition_lines())
         return "\n\n".join("\n".join(lines) for lines in sections if lines)
@@ -465,6 +494,8 @@ class RehearsalResult:
             "fits": self.answer,
             "verdict": self.verdict(),
             **{name: getattr(self, name) for name in same},
+            "peak_by_kind": self.peak_by_kind,
+            "largest": self.largest,
             "searches": self.searches,
             "steps": self.timed_steps,
             "time": self._time_as_dict(),

@@ -193,6 +193,8 @@ class StepRecorder:
             self._end_step()
         # Do not trace the first step, which allocates the optimizer state and compiles.
         if self._traced is None and (self.steps or self._first_step_is_complete):
+            if devices := self._run | self._reading:
+                self.write("held", {"held_bytes": memory_by_holder(max(devices, key=torch.cuda.memory_allocated))})
             self._traced, self._graphs = self._current_step, _compiled_graphs()
             RECORDER.start()
         self._history.begin(self._current_step)

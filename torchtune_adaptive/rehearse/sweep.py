@@ -10,8 +10,10 @@ import signal
 import sys
 from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import replace
 from typing import Any, NamedTuple, TypeVar
 
+from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.formatting import count_of
 from torchtune_adaptive.rehearse.gpus import Gpu
 from torchtune_adaptive.rehearse.result import GIB, RehearsalResult
@@ -46,6 +48,11 @@ class SweepRow(NamedTuple):
         return self.found.run_peaks["reserved_bytes"]
 
     @property
+    def allocated_bytes(self) -> int:
+        """The same of allocated memory."""
+        return self.found.run_peaks["allocated_bytes"]
+
+    @property
     def time(self) -> StepTime | None:
         """Return the time of a step; None if the script does not fit."""
         return self.found.recorded_time() if self.fits else None
@@ -63,7 +70,8 @@ class SweepRow(NamedTuple):
         time = self.time
         return {
             "gpu": self.gpu.name, "ranks": self.ranks, "fits": self.fits, "verdict": self.found.verdict(),
-            "reserved_bytes": self.reserved_bytes, "usable_bytes": self.found.usable_bytes,
+            "allocated_bytes": self.allocated_bytes, "reserved_bytes": self.reserved_bytes,
+            "usable_bytes": self.found.usable_bytes,
             "seconds": time.seconds if time else None, "range": time.range if time else None,
             "tokens_per_second": self.tokens_per_second, "searches": self.found.searches,
         }  # fmt: skip
@@ -112,19 +120,19 @@ _WORDS = {True: "yes", False: "no", None: "no answer"}
 
 
 def range_in(command: Sequence[str]) -> tuple[int, int] | None:
-    """Return the limits of a range such as {1:64} in a command; None without a range. Raise ValueError if invalid."""
+    """Return the limits of a range such as {1:64} in a command; None without a range. Raise ConfigError if invalid."""
     found = [match for word in command for match in _RANGE.finditer(word)]
     if len(found) > 1:
-        raise ValueError(f"{found[1][0]}: only one range can be searched at a time")
+        raise ConfigError(f"{found[1][0]}: only one range can be searched at a time")
     if found and not 1 <= int(found[0][1]) < int(found[0][2]):
-        raise ValueError(f"{found[0][0]}: give two numbers from 1, of which the second is larger")
+        raise ConfigError(f"{found[0][0]}: give two numbers from 1, of which the second is larger")
     return (int(found[0][1]), int(found[0][2])) if found else None
 
 
 def largest(
     rehearse: Rehearse, command: Sequence[str], card: Gpu, ranks: int | None, report: Callable[[str], object]
-) -> tuple[int | None, RehearsalResult]:
-    """Return the largest value that fits and its rehearsal; if no value fits, None and the rehearsal of the smallest.
+) -> RehearsalResult:
+    """Return the rehearsal of the largest value that fits or, if none fits, of the smallest.
 
     The search assumes that a smaller value does not need more memory.
     """
@@ -139,10 +147,10 @@ def largest(
             found[value] = result
             report(f"{value}: {result.verdict()}")
             if not result.fits and result.out_of_memory is None:
-                return None, result
+                return replace(result, largest=0)
             low, high = (max(low, value), high) if result.fits else (low, min(high, value))
         tried = {(2 * low + high) // 3, (low + 2 * high) // 3} - {low} if high - low > 1 else set()
-    return (low, found[low]) if low in found else (None, found[min(found)])
+    return replace(found[low], largest=low) if low in found else replace(found[min(found)], largest=0)
 
 
 def in_parallel(work: Callable[..., _Result], cases: Mapping[_Key, tuple[Any, ...]]) -> Generator[tuple[_Key, _Result]]:
