@@ -13,10 +13,12 @@ import json
 import re
 import sys
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.null_cuda import MAX_DEVICES, NullCudaError
+from torchtune_adaptive.rehearse.cases import run_cases
 from torchtune_adaptive.rehearse.gpus import GPUS, gpu_named
 from torchtune_adaptive.rehearse.interface import GPU, STEPS, rehearse
 from torchtune_adaptive.rehearse.result import Outcome
@@ -66,6 +68,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--snapshot", metavar="FILE", default="", help="write the memory snapshot FILE for pytorch.org/memory_viz"
     )
+    parser.add_argument("--cases", metavar="FILE", help="rehearse the commands of this TOML file (docs/ci.md)")
+    parser.add_argument("--jobs", type=_number, default=1, metavar="N", help="cases that run in parallel (default: 1)")
+    parser.add_argument("--shard", type=_shard, default=(1, 1), metavar="I/N", help="run only every N-th case, from I")
+    parser.add_argument("--junit", metavar="FILE", default="", help="write the results of the cases as JUnit XML")
+    parser.add_argument("--update-peaks", action="store_true", help="record the peaks of the cases")
     parser.add_argument("--format", choices=("text", "json"), default="text", help="output format")
     parser.add_argument("words", nargs=argparse.REMAINDER, metavar="command", help="the script and its arguments")
 
@@ -75,6 +82,8 @@ def run(options: argparse.Namespace) -> int:
     command = options.words[1:] if options.words[:1] == ["--"] else options.words
     given: dict[str, Any] = {name: getattr(options, name) for name in OPTIONS} | {"fixed": dict(options.fixed)}
     try:
+        if options.cases:
+            return _run_cases(options)
         cards = [gpu_named(name) for name in dict.fromkeys(options.gpu)]
         if len(cards) * len(options.ranks) == 1:
             found = rehearse(command, cards[0], options.ranks[0], **given)
@@ -92,6 +101,19 @@ def run(options: argparse.Namespace) -> int:
     return FAILED
 
 
+def _run_cases(options: argparse.Namespace) -> int:
+    """Run a file of cases. Refuse the options that the file contains instead."""
+    own = {"cases", "jobs", "shard", "junit", "update_peaks", "format"}
+    add_arguments(parser := argparse.ArgumentParser())
+    for name, default in vars(parser.parse_args([])).items():
+        if name not in own and getattr(options, name) != default:
+            raise ConfigError(f"--cases reads {name.replace('words', 'the command')} from its file: set it there")
+    return run_cases(
+        Path(options.cases), shard=options.shard, jobs=options.jobs, junit=options.junit,
+        update_peaks=options.update_peaks, as_json=options.format == "json",
+    )  # fmt: skip
+
+
 def _status(fits: bool | None) -> int:
     return {True: 0, False: 1, None: FAILED}[fits]
 
@@ -101,6 +123,17 @@ def _counts(text: str, least: int = 1) -> list[int]:
     if not all(each.isdecimal() and int(each) >= least for each in numbers):
         raise argparse.ArgumentTypeError(f"{text} is not a number from {least}, or several with commas between them")
     return [int(each) for each in numbers]
+
+
+def _number(text: str) -> int:
+    return _counts(text)[0]
+
+
+def _shard(text: str) -> tuple[int, int]:
+    found = re.fullmatch(r"(\d+)/(\d+)", text)
+    if found is None or not 1 <= int(found[1]) <= int(found[2]):
+        raise argparse.ArgumentTypeError(f"{text} is not a number of a shard and the number of shards, as in 1/4")
+    return int(found[1]), int(found[2])
 
 
 def _fixed(text: str) -> tuple[str, int]:

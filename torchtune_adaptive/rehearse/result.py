@@ -179,10 +179,10 @@ class RehearsalResult:
         return [each for each in self.errors if each is not self.out_of_memory and not each["in_search"]]
 
     @property
-    def rows(self) -> str:
-        """The rows of a microbatch that a recipe's search has found; "" without a search, and with several."""
-        found = [each["result"].get("rows") for each in self.searches]
-        return count_of(found[0], "row") if len(found) == 1 and found[0] else ""
+    def most_rows(self) -> int | None:
+        """The largest value of a range that fits or, if a recipe has searched, the rows of its smallest microbatch."""
+        found = [each["result"]["rows"] for each in self.searches if each["result"].get("rows")]
+        return min(found, default=None) if self.largest is None else self.largest
 
     @cached_property
     def outcome(self) -> Outcome:

@@ -99,13 +99,12 @@ def as_table(rows: Sequence[SweepRow]) -> str:
     lines = [f"{'gpu':>9} {'ranks':>6}  {'fits':<9} {'reserved, of GiB':>17} {'time per step':>14} {'tokens/s':>10}"]
     for row in rows:
         time, rate = row.time, row.tokens_per_second
-        remark = row.found.rows
         needed_bytes = row.reserved_bytes if row.fits else max(row.reserved_bytes, row.found.usable_bytes)
         memory = f"{'' if row.fits else '> '}{needed_bytes / GIB:.1f} of {row.found.usable_bytes / GIB:.1f}"
         lines.append(
             f"{row.gpu.name:>9} {row.ranks:>6}  {_WORDS[row.fits]:<9} {memory if row.fits is not None else '':>17}"
             f" {seconds_text(time.seconds) if time else '':>14} {f'{rate:,.0f}' if rate else '':>10}"
-            + f"  {remark}" * bool(remark)
+            + (f"  {count_of(row.found.most_rows, 'row')}" if row.found.most_rows else "")
             + "  <- fastest" * (row is best and len(rows) > 1)
         )
     lines = [line.rstrip() for line in lines]
@@ -153,9 +152,11 @@ def largest(
     return replace(found[low], largest=low) if low in found else replace(found[min(found)], largest=0)
 
 
-def in_parallel(work: Callable[..., _Result], cases: Mapping[_Key, tuple[Any, ...]]) -> Generator[tuple[_Key, _Result]]:
+def in_parallel(
+    work: Callable[..., _Result], cases: Mapping[_Key, tuple[Any, ...]], jobs: int | None = None
+) -> Generator[tuple[_Key, _Result]]:
     """Call `work` with the arguments of each case, in forked processes; yield each result when it is ready."""
-    workers = max(1, min(len(cases), len(os.sched_getaffinity(0))))
+    workers = max(1, min(len(cases), jobs or len(os.sched_getaffinity(0))))
     with interrupted_by_signals(), ProcessPoolExecutor(workers, initializer=_start_worker) as pool:
         try:
             waiting = {pool.submit(_run_case, work, *case): key for key, case in cases.items()}
