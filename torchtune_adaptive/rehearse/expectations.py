@@ -43,10 +43,9 @@ class Expectations:
             raise ConfigError(f"at_least is {self.at_least!r}: a whole number from 1 is needed")
         if type(self.fits) is not bool:
             raise ConfigError(f"fits is {self.fits!r}: true or false is needed")
-        if self.growth_percent is not None and (
-            not isinstance(self.growth_percent, int | float) or not 0 <= self.growth_percent < float("inf")
-        ):
-            raise ConfigError(f"growth_percent is {self.growth_percent!r}: a number from 0 is needed")
+        growth = self.growth_percent
+        if growth is not None and (type(growth) not in (int, float) or not 0 <= growth < float("inf")):
+            raise ConfigError(f"growth_percent is {growth!r}: a number from 0 is needed")
 
     def failures(self, found: RehearsalResult, recorded: Peak | None) -> list[str]:
         """Return a line for each expectation that is not met."""
