@@ -31,9 +31,9 @@ def rehearse(request: pytest.FixtureRequest) -> Callable[..., RehearsalResult]:
     expectation is not met.
     """
     from torchtune_adaptive.rehearse import interface
-    from torchtune_adaptive.rehearse.expectations import Expectations, RecordedPeaks, peak_of, report
+    from torchtune_adaptive.rehearse.expectations import Expectations, peak_of, read_peaks, report, update_peaks
 
-    peaks, calls = RecordedPeaks(request.path.with_name(PEAKS)), 0
+    peaks, calls = request.path.with_name(PEAKS), 0
 
     def check(command: str | Sequence[str], *args: Any, **options: Any) -> RehearsalResult:
         nonlocal calls
@@ -46,8 +46,8 @@ def rehearse(request: pytest.FixtureRequest) -> Callable[..., RehearsalResult]:
         if found.interrupted:
             raise KeyboardInterrupt
         if request.config.getoption("update_peaks") and found.fits and expected.growth_percent is not None:
-            peaks.update({name: peak_of(found)})
-        recorded = peaks.read().get(name)
+            update_peaks(peaks, {name: peak_of(found)})
+        recorded = read_peaks(peaks).get(name)
         if failures := expected.failures(found, recorded):
             pytest.fail(report(failures, found, recorded), pytrace=False)
         return found

@@ -9,7 +9,7 @@ import pytest
 
 from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.rehearse.cases import read_cases
-from torchtune_adaptive.rehearse.expectations import Expectations, RecordedPeaks, change_by_kind, peak_of
+from torchtune_adaptive.rehearse.expectations import Expectations, change_by_kind, peak_of, read_peaks, update_peaks
 from torchtune_adaptive.rehearse.result import RehearsalResult
 
 GIB = 2**30
@@ -89,18 +89,18 @@ def test_invalid_expectation_is_an_error_that_names_it(wrong: dict[str, Any]) ->
 
 
 def test_update_replaces_only_its_own_peaks_and_keeps_the_order(tmp_path: Path) -> None:
-    peaks = RecordedPeaks(tmp_path / "peaks.json")
-    assert peaks.read() == {}
-    peaks.update({"b": RECORDED, "c": RECORDED})
-    before = (tmp_path / "peaks.json").read_text().splitlines()
-    peaks.update({"b": peak_of(result(11, 12)), "a": RECORDED})
-    after = (tmp_path / "peaks.json").read_text().splitlines()
+    peaks = tmp_path / "peaks.json"
+    assert read_peaks(peaks) == {}
+    update_peaks(peaks, {"b": RECORDED, "c": RECORDED})
+    before = peaks.read_text().splitlines()
+    update_peaks(peaks, {"b": peak_of(result(11, 12)), "a": RECORDED})
+    after = peaks.read_text().splitlines()
     assert [*json.loads("\n".join(after))] == ["a", "b", "c"]
-    assert (peaks.read()["c"], peaks.read()["b"]["allocated_bytes"]) == (RECORDED, 11 * GIB)
+    assert (read_peaks(peaks)["c"], read_peaks(peaks)["b"]["allocated_bytes"]) == (RECORDED, 11 * GIB)
     assert after[-len(before) + before.index('  "c": {') :] == before[before.index('  "c": {') :]
-    (tmp_path / "peaks.json").write_text("[]")
+    peaks.write_text("[]")
     with pytest.raises(ConfigError, match=r"peaks\.json cannot be read"):
-        peaks.read()
+        read_peaks(peaks)
 
 
 def test_case_is_expanded_to_each_gpu_and_number_of_ranks(tmp_path: Path) -> None:
@@ -120,9 +120,8 @@ def test_case_is_expanded_to_each_gpu_and_number_of_ranks(tmp_path: Path) -> Non
     cases = read_cases(tmp_path / "fits.toml")
     names = ["8b, h100 × 4", "8b, a100-40 × 4", "8b, h100 × 8", "8b, a100-40 × 8", "other.py, h100"]
     assert [case.name for case in cases] == names
-    assert cases[1].options == {
-        "command": "train.py --rows 4", "gpu": "a100-40", "ranks": 4, "memory_overhead": "2GiB",
-    }  # fmt: skip
+    assert (cases[1].gpu.name, cases[1].ranks) == ("a100-40", 4)
+    assert cases[1].options == {"command": "train.py --rows 4", "memory_overhead": "2GiB"}
     assert [case.expected.growth_percent for case in cases] == [5, 5, 5, 5, 2]
 
 

@@ -110,7 +110,7 @@ def _run_cases(options: argparse.Namespace) -> int:
             raise ConfigError(f"--cases reads {name.replace('words', 'the command')} from its file: set it there")
     return run_cases(
         Path(options.cases), shard=options.shard, jobs=options.jobs, junit=options.junit,
-        update_peaks=options.update_peaks, as_json=options.format == "json",
+        update=options.update_peaks, as_json=options.format == "json",
     )  # fmt: skip
 
 

@@ -12,10 +12,10 @@ from typing import Any
 
 from torchtune_adaptive.atomic_files import read_json, replace_file
 from torchtune_adaptive.errors import ConfigError
-from torchtune_adaptive.formatting import format_bytes, in_columns, is_whole, parse_amount
+from torchtune_adaptive.formatting import format_bytes, in_columns, is_whole, parse_bytes
 from torchtune_adaptive.rehearse.result import RehearsalResult
 
-Peak = Mapping[str, Any]
+RecordedPeak = Mapping[str, Any]
 """A recorded peak: allocated_bytes, reserved_bytes and by_kind."""
 MEASURES = "allocated", "reserved"
 
@@ -36,9 +36,9 @@ class Expectations:
     """The peaks may be at most this many percent higher than the recorded ones."""
 
     def __post_init__(self) -> None:
-        for name in MEASURES:
-            if (limit := getattr(self, f"{name}_below")) is not None and not is_whole(limit, at_least=1):
-                parse_amount(limit, f"{name}_below")
+        for name in "allocated_below", "reserved_below":
+            if (limit := getattr(self, name)) is not None:
+                parse_bytes(limit, name)
         if self.at_least is not None and not is_whole(self.at_least, at_least=1):
             raise ConfigError(f"at_least is {self.at_least!r}: a whole number from 1 is needed")
         if type(self.fits) is not bool:
@@ -47,15 +47,14 @@ class Expectations:
         if growth is not None and (type(growth) not in (int, float) or not 0 <= growth < float("inf")):
             raise ConfigError(f"growth_percent is {growth!r}: a number from 0 is needed")
 
-    def failures(self, found: RehearsalResult, recorded: Peak | None) -> list[str]:
+    def failures(self, found: RehearsalResult, recorded: RecordedPeak | None) -> list[str]:
         """Return a line for each expectation that is not met."""
         if found.answer is None or found.answer != self.fits:
             return [found.verdict() if not found.fits else f"fits, but should not: {found.verdict()}"]
         failed, peaks = list[str](), found.run_peaks
         for name in MEASURES:
             limit, peak = getattr(self, f"{name}_below"), peaks[f"{name}_bytes"]
-            limit = parse_amount(limit, name) if isinstance(limit, str) else limit
-            if limit is not None and peak >= limit:
+            if limit is not None and peak >= (limit := parse_bytes(limit, name)):
                 failed.append(f"{_size(peak)} {name}, {_size(peak - limit)} above {name}_below ({_size(limit)})")
             before = recorded[f"{name}_bytes"] if recorded else peak
             if self.growth_percent is not None and peak > before * (1 + self.growth_percent / 100):
@@ -72,12 +71,12 @@ class Expectations:
         return failed
 
 
-def peak_of(found: RehearsalResult) -> Peak:
+def peak_of(found: RehearsalResult) -> RecordedPeak:
     """Return the peak to record."""
     return {**found.run_peaks, "by_kind": found.peak_by_kind}
 
 
-def change_by_kind(found: RehearsalResult, recorded: Peak | None) -> str:
+def change_by_kind(found: RehearsalResult, recorded: RecordedPeak | None) -> str:
     """Return a table of the recorded peak and the present one; "" if none is recorded."""
     if recorded is None:
         return ""
@@ -88,33 +87,28 @@ def change_by_kind(found: RehearsalResult, recorded: Peak | None) -> str:
     return in_columns([("peak", "recorded", "now", "change"), *cells])
 
 
-def report(failures: Sequence[str], found: RehearsalResult, recorded: Peak | None) -> str:
+def report(failures: Sequence[str], found: RehearsalResult, recorded: RecordedPeak | None) -> str:
     """Return the failures, the change of the peak, and the report of the rehearsal."""
     return "\n\n".join(filter(None, ["\n".join(failures), change_by_kind(found, recorded), found.as_text()]))
 
 
-class RecordedPeaks:
-    """A JSON file with a peak for each name, sorted, so that a change is a readable diff."""
+def read_peaks(path: Path) -> dict[str, RecordedPeak]:
+    """Return the recorded peaks by name; none if there is no file."""
+    try:
+        return read_json(path) or {}
+    except ValueError as error:
+        raise ConfigError(f"{path} cannot be read: {error}; correct or remove it") from error
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
 
-    def read(self) -> dict[str, Peak]:
-        """Return all peaks; none if there is no file."""
-        try:
-            return read_json(self._path) or {}
-        except ValueError as error:
-            raise ConfigError(f"{self._path} cannot be read: {error}; correct or remove it") from error
-
-    def update(self, peaks: Mapping[str, Peak]) -> None:
-        """Replace the peaks of these names. Other processes may do the same at this time."""
-        folder = os.open(self._path.parent, os.O_RDONLY)
-        try:
-            fcntl.flock(folder, fcntl.LOCK_EX)
-            content = json.dumps({**self.read(), **peaks}, indent=2, sort_keys=True)
-            replace_file(self._path, f"{content}\n".encode())
-        finally:
-            os.close(folder)
+def update_peaks(path: Path, peaks: Mapping[str, RecordedPeak]) -> None:
+    """Replace the recorded peaks of these names. Names are sorted, so that a change is a readable diff."""
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX)  # other processes of pytest may update other names
+        content = json.dumps({**read_peaks(path), **peaks}, indent=2, sort_keys=True)
+        replace_file(path, f"{content}\n".encode())
+    finally:
+        os.close(folder)
 
 
 def _size(count: float) -> str:

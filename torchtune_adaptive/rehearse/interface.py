@@ -11,10 +11,10 @@ from functools import partial
 from pathlib import Path
 
 from torchtune_adaptive.errors import ConfigError
-from torchtune_adaptive.formatting import is_whole, parse_amount
+from torchtune_adaptive.formatting import is_whole, parse_bytes
 from torchtune_adaptive.rehearse.gpus import Gpu, gpu_named
 from torchtune_adaptive.rehearse.result import MOST_INVERTED, RehearsalResult
-from torchtune_adaptive.rehearse.start import RankSettings, check_command, rehearse_once, rehearse_quietly
+from torchtune_adaptive.rehearse.start import RankSettings, check_command, rehearse_once
 from torchtune_adaptive.rehearse.sweep import largest, range_in
 
 STEPS = 10
@@ -53,11 +53,11 @@ def rehearse(
         raise ConfigError("--snapshot needs an existing folder, and a command without a range")
     card = gpu_named(gpu) if isinstance(gpu, str) else gpu
     if memory is not None:
-        card = card._replace(memory=_amount(memory, "memory"))
+        card = card._replace(memory=parse_bytes(memory, "memory"))
     several = None if together is False else [] if together is True else list(together)
     settings = RankSettings(
         max([rank, *(several or [])]), ranks, steps=steps, devices=devices, together=several, skew=max(1, skew),
-        overhead_bytes=None if memory_overhead is None else _amount(memory_overhead, "memory_overhead"),
+        overhead_bytes=None if memory_overhead is None else parse_bytes(memory_overhead, "memory_overhead"),
         fixed=fixed or {}, snapshot=snapshot,
     )  # fmt: skip
     if range_in(words):
@@ -70,19 +70,14 @@ def _with_both_results(
     settings: RankSettings, command: Sequence[str], gpu: Gpu, ranks: int | None, *, quiet: bool
 ) -> RehearsalResult:
     """Rehearse a command and, if it fits, also with the other results of guessed conditions."""
-    settings = settings._replace(ranks=ranks)
     with open(os.devnull, "w") if quiet else nullcontext() as output:
-        found = rehearse_once(command, gpu, settings, output)
+        found = rehearse_once(command, gpu, settings._replace(ranks=ranks), output)
     if quiet and found.interrupted:
         raise KeyboardInterrupt
-    if found.fits and (places := found.guessed_conditions[:MOST_INVERTED]):
-        if not quiet:
-            print(f"rehearse: guesses decide at {', '.join(places)}: trying the other results, too", file=sys.stderr)
-        inverted = (settings._replace(inverted=place, snapshot="") for place in places)
-        others = [rehearse_quietly(each, command, gpu, found.ranks) for each in inverted]
-        found = found.or_larger(dict(zip(places, others, strict=True)))
-    return found
-
-
-def _amount(value: str | int, key: str) -> int:
-    return value if isinstance(value, int) else 0 if value == "0" else parse_amount(value, key)
+    if settings.inverted or not found.fits or not (places := found.guessed_conditions[:MOST_INVERTED]):
+        return found
+    if not quiet:
+        print(f"rehearse: guesses decide at {', '.join(places)}: trying the other results, too", file=sys.stderr)
+    inverted = {place: settings._replace(inverted=place, snapshot="") for place in places}
+    others = {at: _with_both_results(each, command, gpu, found.ranks, quiet=True) for at, each in inverted.items()}
+    return found.or_larger(others)

@@ -180,15 +180,6 @@ def rehearse_once(
     return found
 
 
-def rehearse_quietly(settings: RankSettings, command: Sequence[str], gpu: Gpu, ranks: int | None) -> RehearsalResult:
-    """Rehearse without the script's output, which several scripts would mix. Raise KeyboardInterrupt after Ctrl-C."""
-    with open(os.devnull, "w") as nowhere:
-        found = rehearse_once(command, gpu, settings._replace(ranks=ranks), nowhere)
-    if found.interrupted:
-        raise KeyboardInterrupt
-    return found
-
-
 def execute(
     folder: str, settings: RankSettings, command: Sequence[str], environ: Mapping[str, str],
     output: IO[str] | None = None,

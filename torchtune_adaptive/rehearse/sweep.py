@@ -31,6 +31,15 @@ class SweepRow(NamedTuple):
 
     gpu: Gpu
     found: RehearsalResult
+    name: str = ""
+    """The name of a case."""
+    failures: Sequence[str] = ()
+    """The expectations of the case that are not met."""
+    report: str = ""
+    """The report of a case that is not as expected."""
+    grown_bytes: int | None = None
+    """The allocated memory above the recorded peak of the case."""
+    cpu_s: float = 0
 
     @property
     def ranks(self) -> int:
@@ -74,6 +83,7 @@ class SweepRow(NamedTuple):
             "usable_bytes": self.found.usable_bytes,
             "seconds": time.seconds if time else None, "range": time.range if time else None,
             "tokens_per_second": self.tokens_per_second, "searches": self.found.searches,
+            **({"case": self.name, "failures": self.failures, "cpu_s": self.cpu_s} if self.name else {}),
         }  # fmt: skip
 
 
@@ -105,7 +115,10 @@ def as_table(rows: Sequence[SweepRow]) -> str:
             f"{row.gpu.name:>9} {row.ranks:>6}  {_WORDS[row.fits]:<9} {memory if row.fits is not None else '':>17}"
             f" {seconds_text(time.seconds) if time else '':>14} {f'{rate:,.0f}' if rate else '':>10}"
             + (f"  {count_of(row.found.most_rows, 'row')}" if row.found.most_rows else "")
-            + "  <- fastest" * (row is best and len(rows) > 1)
+            + "  <- fastest" * (row is best and len(rows) > 1 and not row.name)
+            + f"  {row.name}" * bool(row.name)
+            + (f"  {row.grown_bytes / GIB:+.2f} GiB" if row.grown_bytes is not None and row.fits else "")
+            + "  <- NOT AS EXPECTED" * bool(row.failures)
         )
     lines = [line.rstrip() for line in lines]
     low, high = UNCERTAINTY

@@ -14,9 +14,8 @@ from torchtune_adaptive.config.components import COMPONENT
 from torchtune_adaptive.config.keys import keys_of
 from torchtune_adaptive.errors import AdaptiveError
 from torchtune_adaptive.null_cuda import NullCudaError
+from torchtune_adaptive.rehearse import RehearsalResult, rehearse
 from torchtune_adaptive.rehearse.gpus import Gpu
-from torchtune_adaptive.rehearse.result import RehearsalResult
-from torchtune_adaptive.rehearse.start import RankSettings, rehearse_quietly
 from torchtune_adaptive.rehearse_recipe.request import PlanRequest, PlanSettings
 
 STAND_INS = "torchtune_adaptive.rehearse_recipe.stand_ins"
@@ -33,9 +32,8 @@ def rehearse_recipe(request: PlanRequest, overrides: Sequence[str], gpu: Gpu, ra
         config = Path(name, "config.yaml")
         OmegaConf.save(rehearsed_config(request, ranks, Path(name)), config)
         command = ["-m", request.recipe.name, "--config", str(config), *overrides]
-        settings = RankSettings(overhead_bytes=request.plan.memory_overhead, steps=STEPS)
         try:
-            found = rehearse_quietly(settings, command, gpu, ranks)
+            found = rehearse(command, gpu, ranks, memory_overhead=request.plan.memory_overhead, steps=STEPS, quiet=True)
         except NullCudaError as error:
             raise AdaptiveError(f"tune-adaptive plan runs the recipe on a null device: {error}") from error
     # Rehearsed answers end at once, so the time of a step is unknown.
