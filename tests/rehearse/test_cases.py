@@ -13,6 +13,7 @@ from xml.etree import ElementTree
 import pytest
 
 from tests.null.processes import skip_without_null_device
+from tests.pages.test_documents import files_of
 from tests.rehearse.conftest import Rehearse
 from tests.rehearse.test_rehearse import TRAINS, WEIGHTS
 from torchtune_adaptive.errors import ConfigError
@@ -65,6 +66,7 @@ def test_invalid_argument_is_an_error_before_the_script_starts(options: dict[str
 @pytest.mark.smoke
 def test_larger_config_is_reported_by_kind_and_a_killed_script_does_not_end_the_other_cases(tmp_path: Path) -> None:
     """The example is a repository; the shard has three of its cases."""
+    assert files_of(EXAMPLE.parents[1] / "docs" / "ci.md")["fits.toml"] == (EXAMPLE / "fits.toml").read_text()
     skip_without_null_device()
     shutil.copytree(EXAMPLE, folder := tmp_path / "repository")
     killed = 'name = "killed"\ncommand = "killed.py"'

@@ -107,6 +107,7 @@ def as_table(rows: Sequence[SweepRow]) -> str:
     """Return the rows as a table, in which the fastest one is marked."""
     best = min((row for row in rows if row.tokens_per_second), key=ranking, default=None)
     lines = [f"{'gpu':>9} {'ranks':>6}  {'fits':<9} {'reserved, of GiB':>17} {'time per step':>14} {'tokens/s':>10}"]
+    lines[0] += "  case" * any(row.name for row in rows)
     for row in rows:
         time, rate = row.time, row.tokens_per_second
         needed_bytes = row.reserved_bytes if row.fits else max(row.reserved_bytes, row.found.usable_bytes)
