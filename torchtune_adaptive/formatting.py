@@ -62,6 +62,11 @@ def parse_amount(value: object, key: str) -> int:
     return int(size.amount)
 
 
+def parse_bytes(value: object, key: str) -> int:
+    """Return bytes from a number of bytes or an amount of memory."""
+    return int(str(value)) if is_whole(value, at_least=0) or value == "0" else parse_amount(value, key)
+
+
 def parse_sizes(value: object, key: str) -> tuple[MemorySize, ...]:
     """Parse one amount for all ranks, or a list with one amount per rank."""
     if isinstance(value, str) or not isinstance(value, Sequence):

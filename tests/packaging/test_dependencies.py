@@ -9,7 +9,7 @@ from typing import Any
 from tests.unit.source import FILES, NAME, PACKAGE, RECIPES, ROOT, imported
 
 OURS = {NAME, *(path.stem for path in RECIPES)}
-FRAMEWORKS = {"ray": "skyrl/", "skyrl": "skyrl/"}
+FRAMEWORKS = {"ray": "skyrl/", "skyrl": "skyrl/", "pytest": "pytest_plugin.py"}
 """Frameworks that import a part of this package, with that part. No extra installs them."""
 NAMED_OTHERWISE = {"yaml": "pyyaml"}
 
@@ -48,7 +48,7 @@ def test_library_and_rehearsals_import_only_required_packages() -> None:
     rooms = ("engine", "report", "rehearse", "null_cuda")
     files = [path for path in FILES if path.parent.name in rooms or path.parent == PACKAGE]
     required = names(project()["dependencies"])
-    assert packages_of(files) - required == {"accelerate"}  # to follow its own launcher
+    assert packages_of(files) - required == {"accelerate", "pytest"}  # to follow its launcher, and for pytest's plugin
 
 
 def test_constraints_pin_allowed_versions_of_declared_packages() -> None:

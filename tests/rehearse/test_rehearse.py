@@ -477,8 +477,7 @@ def test_script_that_exits_after_a_caught_oom_has_no_verdict(rehearse: Rehearse)
         ({}, ("--devices", "17"), "argument --devices: invalid choice: 17"),
         ({}, ("--fixed", "12=512"), "argument --fixed: 12=512 is not a line and a number, as in train.py:12=512"),
         ({}, ("--", "deepspeed", "--num_gpus", "8", "train.py"), "cannot be followed: rehearse train.py "),
-        ({}, ("--snapshot", "nowhere/memory.pickle"), "--snapshot needs an existing folder"),
-        ({}, ("--snapshot", "memory.pickle", "--gpu", "l4,h100"), "one --gpu"),
+        ({}, ("--without-data",), "--without-data needs a recipe"),
     ],
 )
 def test_invalid_options_are_refused_before_the_script_runs(

@@ -39,7 +39,7 @@ ROOMS_OF_TESTS = sorted(
 
 GROUND = {"arguments", "atomic_files", "dependencies", "errors", "failed_writes", "formatting", "rehearsal_flag"}
 """Top-level modules that everything may import, and that import only one another."""
-DOORS = {"__init__"}
+DOORS = {"__init__", "pytest_plugin"}
 """Top-level modules for users; within the project only tests import them."""
 
 ROOMS: dict[str, set[str]] = {
@@ -69,6 +69,7 @@ WITHOUT_TORCH = {
     "engine.length_profile",
     "null_cuda",
     "rehearse.command",
+    "pytest_plugin",
     "config.keys",
     "config.registry",
     "atomic_files",

@@ -71,9 +71,9 @@ def test_table_has_at_most_100_columns_and_json_the_same_rows() -> None:
 @pytest.mark.parametrize("each", [0.013, 0.31, 1.1, 30.1])
 def test_search_finds_the_largest_value_that_fits(base: float, each: float) -> None:
     card, told = GPUS["a100-40"], list[str]()
-    value, found = largest(imitation(base, each), ["train.py", "{1:64}"], card, None, told.append)
+    found = largest(imitation(base, each), ["train.py", "{1:64}"], card, None, told.append)
     expected = [rows for rows in range(1, 65) if int((base + each * rows) * GIB) <= card.memory]
-    assert value == (expected[-1] if expected else None)
+    assert found.largest == (expected[-1] if expected else 0)
     assert found.fits == bool(expected)
     assert len(told) <= 10
 
@@ -85,5 +85,5 @@ def test_wrong_range_is_refused(word: str) -> None:
 
 
 def test_value_replaces_the_range_inside_any_argument() -> None:
-    value, _ = largest(imitation(), ["train.py", "training.batch_size={2:16}"], GPUS["a100-40"], None, lambda _: None)
-    assert value == 16
+    words = ["train.py", "training.batch_size={2:16}"]
+    assert largest(imitation(), words, GPUS["a100-40"], None, lambda _: None).largest == 16

@@ -5,3 +5,8 @@
 `device_values` supplies the values that the script reads from the GPU, and `step_recorder` writes a record of each
 step. `result` reads the records.
 """
+
+from torchtune_adaptive.rehearse.interface import rehearse
+from torchtune_adaptive.rehearse.result import RehearsalResult
+
+__all__ = ["RehearsalResult", "rehearse"]

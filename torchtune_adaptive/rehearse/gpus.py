@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from torchtune_adaptive.errors import ConfigError
+
 
 class Rates(NamedTuple):
     """Peak rates of a GPU (dense TFLOP/s by type, then GB/s), and how closely kernels reach them."""
@@ -57,3 +59,10 @@ _CARDS: dict[str, tuple[float, str, Rates]] = {
 }
 """Memory in GiB, compute capability, rates."""
 GPUS = {name: Gpu(int(gib * 2**30), version, name, rates) for name, (gib, version, rates) in _CARDS.items()}
+
+
+def gpu_named(name: str) -> Gpu:
+    """Return the GPU with this name. Raise a ConfigError if there is none."""
+    if (gpu := GPUS.get(name.lower())) is None:
+        raise ConfigError(f"unknown GPU {name!r}: choose from {', '.join(sorted(GPUS))}")
+    return gpu

@@ -28,6 +28,8 @@ DIFFERENT_ABOVE = 1.02
 """Steps have different peaks if one allocates more than this multiple of another."""
 INTEGER, MASK, ROUTING, BRANCH, FIXED = "integer", "mask", "routing", "branch", "fixed"
 """Kinds of values on which memory may depend: guessed, or fixed by the user."""
+PARAMETERS, GRADIENTS, OPTIMIZER, OTHER = "parameters", "gradients", "optimizer", "activations and other"
+"""Kinds of memory."""
 MOST_INVERTED = 3
 """Guessed conditions of which both results are rehearsed."""
 _LIBRARY = re.compile(rf"/(site|dist)-packages/|/lib/python|^{re.escape(str(Path(__file__).parents[1]))}/")
@@ -115,6 +117,10 @@ class RehearsalResult:
     """The other rehearsals of the script, with other results of guessed conditions: place, verdict."""
     collectives: int | None = None
     """Calls that the ranks have made together; None if one rank ran."""
+    held: dict[str, Any] = field(default_factory=dict)
+    """The bytes of each kind after the first update: held_bytes; empty if no optimizer took a step."""
+    largest: int | None = None
+    """The largest value of the range in the command that fits; 0 if none does; None without a range."""
     hang: dict[str, Any] = field(default_factory=dict)
     """Which ranks wait for which others (see `hangs.py`); empty if none do."""
 
@@ -139,6 +145,7 @@ class RehearsalResult:
             # without data, answers end at once, so the time of a step is unknown
             traced=dict(*found["work"][-1:]) if all(each["timed"] for each in found["setting"]) else {},
             setting="".join(each["text"] for each in found["setting"]),
+            held=dict(*found["held"][:1]),
             searches=found["search"],
             message="".join(each["text"] for each in found["message"][-1:]),
         )
@@ -177,10 +184,10 @@ class RehearsalResult:
         return [each for each in self.errors if each is not self.out_of_memory and not each["in_search"]]
 
     @property
-    def rows(self) -> str:
-        """The rows of a microbatch that a recipe's search has found; "" without a search, and with several."""
-        found = [each["result"].get("rows") for each in self.searches]
-        return count_of(found[0], "row") if len(found) == 1 and found[0] else ""
+    def most_rows(self) -> int | None:
+        """The largest value of a range that fits or, if a recipe has searched, the rows of its smallest microbatch."""
+        found = [each["result"]["rows"] for each in self.searches if each["result"].get("rows")]
+        return min(found, default=None) if self.largest is None else self.largest
 
     @cached_property
     def outcome(self) -> Outcome:
@@ -243,6 +250,18 @@ class RehearsalResult:
         """The peaks of the whole run, including those at out-of-memory errors, but not those of a search."""
         every = *self.all_peaks, *(each for each in self.errors if not each["in_search"] or each is self.unresolved_oom)
         return {name: max((each[name] for each in every), default=0) for name in ("allocated_bytes", "reserved_bytes")}
+
+    @property
+    def peak_by_kind(self) -> dict[str, int]:
+        """The peak of allocated memory by kind; empty if unknown.
+
+        After an out-of-memory error, this is what was allocated. Otherwise, parameters, gradients and optimizer state
+        are those after the first update, and the rest of the peak counts as activations.
+        """
+        if self.out_of_memory:
+            return dict(self.out_of_memory["held_bytes"])
+        kinds = {kind: self.held["held_bytes"].get(kind, 0) for kind in (PARAMETERS, GRADIENTS, OPTIMIZER) if self.held}
+        return kinds and {**kinds, OTHER: self.run_peaks["allocated_bytes"] - sum(kinds.values())}
 
     @property
     def peaks_differ(self) -> bool:
@@ -399,7 +418,17 @@ class RehearsalResult:
         peaks = [_peak_lines("device", self.devices), _peak_lines("rank", self.rank_peaks)]
         if self.outcome is Outcome.HANGS:
             return "\n".join([self.verdict(), "", *hangs.as_lines(self.hang)])
-        sections = [[self.verdict()], *searches, self._step_lines(), self._time_lines(), *peaks, self._error_lines()]
+        fits = [f"largest that fits: {self.largest}" if self.largest else "none fits; the smallest:"]
+        searched = [fits] * bool(self.largest or (self.largest == 0 and self.out_of_memory))
+        sections = [
+            *searched,
+            [self.verdict()],
+            *searches,
+            self._step_lines(),
+            self._time_lines(),
+            *peaks,
+            self._error_lines(),
+        ]
         if self.fits or self.steps or self.errors or self.guesses:
             sections.append(self._condition_lines())
         return "\n\n".join("\n".join(lines) for lines in sections if lines)
@@ -471,6 +500,8 @@ class RehearsalResult:
             "fits": self.answer,
             "verdict": self.verdict(),
             **{name: getattr(self, name) for name in same},
+            "peak_by_kind": self.peak_by_kind,
+            "largest": self.largest,
             "searches": self.searches,
             "steps": self.timed_steps,
             "time": self._time_as_dict(),

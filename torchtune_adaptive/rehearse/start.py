@@ -17,6 +17,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
+from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.null_cuda import NullCudaError, environment
 from torchtune_adaptive.rehearse.gpus import Gpu
 from torchtune_adaptive.rehearse.result import NEEDS_OTHERS, RehearsalResult
@@ -67,16 +68,16 @@ def likely_ranks(command: Sequence[str], rank: int) -> int:
 
 
 def check_command(command: Sequence[str]) -> None:
-    """Raise a ValueError if the command cannot be rehearsed."""
+    """Raise a ConfigError if the command cannot be rehearsed."""
     words = without_python(command)
     if not words or (words[0] == "-m" and len(words) < 2):
-        raise ValueError("no script to rehearse; for example: -- train.py --batch-size 12")
+        raise ConfigError("no script to rehearse; for example: -- train.py --batch-size 12")
     if (launcher := program_of(command)) in _OTHER_LAUNCHERS:
         at_script = next((at for at, word in enumerate(words) if word.endswith(".py")), len(words))
         instead = " ".join(words[at_script:]) or "the script"
-        raise ValueError(f"{launcher} starts processes that cannot be followed: rehearse {instead}, with --ranks")
+        raise ConfigError(f"{launcher} starts processes that cannot be followed: rehearse {instead}, with --ranks")
     if words[0] != "-m" and script_of(words[0]) is None:
-        raise ValueError(f"{words[0]} is neither a file nor a program in PATH: pass the path of the script")
+        raise ConfigError(f"{words[0]} is neither a file nor a program in PATH: pass the path of the script")
 
 
 CONTEXT_BYTES, CONTEXT_AND_NCCL_BYTES = 2**30, 3 * 2**30
@@ -115,8 +116,6 @@ class RankSettings(NamedTuple):
     """GPUs that the process sees; by default one per rank of the machine."""
     together: Sequence[int] | None = None
     """The ranks that run as processes and exchange messages; empty: all; None: only `rank` runs."""
-    snapshot: str = ""
-    """The file for torch's memory snapshot, or empty."""
     skew: float = 1
     """How many times the average number of tokens a router sends to the experts that it uses."""
     fixed: Mapping[str, int] = {}
@@ -156,7 +155,7 @@ def end_with_parent() -> None:
     ctypes.CDLL(None).prctl(_END_WITH_PARENT, signal.SIGKILL)
 
 
-def rehearse(
+def rehearse_once(
     command: Sequence[str], gpu: Gpu, settings: RankSettings, output: IO[str] | None = None
 ) -> RehearsalResult:
     """Run a command as one rank of many on null devices, and return the result.
@@ -177,16 +176,7 @@ def rehearse(
         needed = list(found.end["needs_ranks"]) if found.ranks > MOST_RANKS else []
         which = f"ranks {', '.join(map(str, needed))}" if needed else "all ranks"
         print(f"rehearse: ranks send messages to each other, so {which} are rehearsed", file=sys.stderr)
-        return rehearse(command, gpu, settings._replace(together=needed), output)
-    return found
-
-
-def rehearse_quietly(settings: RankSettings, command: Sequence[str], gpu: Gpu, ranks: int | None) -> RehearsalResult:
-    """Rehearse without the script's output, which several scripts would mix. Raise KeyboardInterrupt after Ctrl-C."""
-    with open(os.devnull, "w") as nowhere:
-        found = rehearse(command, gpu, settings._replace(ranks=ranks), nowhere)
-    if found.interrupted:
-        raise KeyboardInterrupt
+        return rehearse_once(command, gpu, settings._replace(together=needed), output)
     return found
 
 

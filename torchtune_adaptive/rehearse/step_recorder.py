@@ -31,7 +31,7 @@ from torch.utils.weak import WeakIdRef
 from torchtune_adaptive.null_cuda import used_convolutions, used_flops, used_memory, used_workspaces
 from torchtune_adaptive.rehearsal_flag import REHEARSAL
 from torchtune_adaptive.rehearse.fake_ranks import after_import
-from torchtune_adaptive.rehearse.memory_history import MemoryHistory, memory_by_holder
+from torchtune_adaptive.rehearse.memory_by_holder import memory_by_holder
 from torchtune_adaptive.rehearse.recording import lines_of
 from torchtune_adaptive.rehearse.result import BRANCH, FIXED, INTEGER, NEEDS_OTHERS
 from torchtune_adaptive.rehearse.start import CannotRehearse, RankSettings
@@ -52,7 +52,6 @@ class StepRecorder:
 
     def __init__(self, path: Path, settings: RankSettings) -> None:
         """Record in a file."""
-        self._history = MemoryHistory(settings)
         self.move_to(path, after_last_step=partial(os._exit, 0))  # the script cannot catch this
         self._most_steps = settings.steps
         self._peaks = Peaks()
@@ -193,9 +192,10 @@ class StepRecorder:
             self._end_step()
         # Do not trace the first step, which allocates the optimizer state and compiles.
         if self._traced is None and (self.steps or self._first_step_is_complete):
+            if devices := self._run | self._reading:
+                self.write("held", {"held_bytes": memory_by_holder(max(devices, key=torch.cuda.memory_allocated))})
             self._traced, self._graphs = self._current_step, _compiled_graphs()
             RECORDER.start()
-        self._history.begin(self._current_step)
 
     @property
     def _current_step(self) -> int:
@@ -269,12 +269,6 @@ class StepRecorder:
         if os.getpid() == self._process:
             with suppress(OSError):
                 self._file.write(json.dumps({"kind": kind, **figures}) + "\n")
-            # at the end, unless an out-of-memory error ended the script: that error has saved it
-            if kind == "out_of_memory" or (kind == "end" and not figures["by_memory"]):
-                try:
-                    self._history.save()
-                except OSError as error:
-                    print(f"rehearse: --snapshot is not written: {error}; name a file elsewhere", file=sys.stderr)
 
 
 def _allocated() -> int:

@@ -10,8 +10,10 @@ import signal
 import sys
 from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import replace
 from typing import Any, NamedTuple, TypeVar
 
+from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.formatting import count_of
 from torchtune_adaptive.rehearse.gpus import Gpu
 from torchtune_adaptive.rehearse.result import GIB, RehearsalResult
@@ -29,6 +31,15 @@ class SweepRow(NamedTuple):
 
     gpu: Gpu
     found: RehearsalResult
+    name: str = ""
+    """The name of a case."""
+    failures: Sequence[str] = ()
+    """The expectations of the case that are not met."""
+    report: str = ""
+    """The report of a case that is not as expected."""
+    grown_bytes: int | None = None
+    """The allocated memory above the recorded peak of the case."""
+    cpu_s: float = 0
 
     @property
     def ranks(self) -> int:
@@ -44,6 +55,11 @@ class SweepRow(NamedTuple):
     def reserved_bytes(self) -> int:
         """The peak of the run; if the run does not fit, a lower bound of the memory that it needs."""
         return self.found.run_peaks["reserved_bytes"]
+
+    @property
+    def allocated_bytes(self) -> int:
+        """The same of allocated memory."""
+        return self.found.run_peaks["allocated_bytes"]
 
     @property
     def time(self) -> StepTime | None:
@@ -63,9 +79,11 @@ class SweepRow(NamedTuple):
         time = self.time
         return {
             "gpu": self.gpu.name, "ranks": self.ranks, "fits": self.fits, "verdict": self.found.verdict(),
-            "reserved_bytes": self.reserved_bytes, "usable_bytes": self.found.usable_bytes,
+            "allocated_bytes": self.allocated_bytes, "reserved_bytes": self.reserved_bytes,
+            "usable_bytes": self.found.usable_bytes,
             "seconds": time.seconds if time else None, "range": time.range if time else None,
             "tokens_per_second": self.tokens_per_second, "searches": self.found.searches,
+            **({"case": self.name, "failures": self.failures, "cpu_s": self.cpu_s} if self.name else {}),
         }  # fmt: skip
 
 
@@ -89,16 +107,19 @@ def as_table(rows: Sequence[SweepRow]) -> str:
     """Return the rows as a table, in which the fastest one is marked."""
     best = min((row for row in rows if row.tokens_per_second), key=ranking, default=None)
     lines = [f"{'gpu':>9} {'ranks':>6}  {'fits':<9} {'reserved, of GiB':>17} {'time per step':>14} {'tokens/s':>10}"]
+    lines[0] += "  case" * any(row.name for row in rows)
     for row in rows:
         time, rate = row.time, row.tokens_per_second
-        remark = row.found.rows
         needed_bytes = row.reserved_bytes if row.fits else max(row.reserved_bytes, row.found.usable_bytes)
         memory = f"{'' if row.fits else '> '}{needed_bytes / GIB:.1f} of {row.found.usable_bytes / GIB:.1f}"
         lines.append(
             f"{row.gpu.name:>9} {row.ranks:>6}  {_WORDS[row.fits]:<9} {memory if row.fits is not None else '':>17}"
             f" {seconds_text(time.seconds) if time else '':>14} {f'{rate:,.0f}' if rate else '':>10}"
-            + f"  {remark}" * bool(remark)
-            + "  <- fastest" * (row is best and len(rows) > 1)
+            + (f"  {count_of(row.found.most_rows, 'row')}" if row.found.most_rows else "")
+            + "  <- fastest" * (row is best and len(rows) > 1 and not row.name)
+            + f"  {row.name}" * bool(row.name)
+            + (f"  {row.grown_bytes / GIB:+.2f} GiB" if row.grown_bytes is not None and row.fits else "")
+            + "  <- NOT AS EXPECTED" * bool(row.failures)
         )
     lines = [line.rstrip() for line in lines]
     low, high = UNCERTAINTY
@@ -112,19 +133,19 @@ _WORDS = {True: "yes", False: "no", None: "no answer"}
 
 
 def range_in(command: Sequence[str]) -> tuple[int, int] | None:
-    """Return the limits of a range such as {1:64} in a command; None without a range. Raise ValueError if invalid."""
+    """Return the limits of a range such as {1:64} in a command; None without a range. Raise ConfigError if invalid."""
     found = [match for word in command for match in _RANGE.finditer(word)]
     if len(found) > 1:
-        raise ValueError(f"{found[1][0]}: only one range can be searched at a time")
+        raise ConfigError(f"{found[1][0]}: only one range can be searched at a time")
     if found and not 1 <= int(found[0][1]) < int(found[0][2]):
-        raise ValueError(f"{found[0][0]}: give two numbers from 1, of which the second is larger")
+        raise ConfigError(f"{found[0][0]}: give two numbers from 1, of which the second is larger")
     return (int(found[0][1]), int(found[0][2])) if found else None
 
 
 def largest(
     rehearse: Rehearse, command: Sequence[str], card: Gpu, ranks: int | None, report: Callable[[str], object]
-) -> tuple[int | None, RehearsalResult]:
-    """Return the largest value that fits and its rehearsal; if no value fits, None and the rehearsal of the smallest.
+) -> RehearsalResult:
+    """Return the rehearsal of the largest value that fits or, if none fits, of the smallest.
 
     The search assumes that a smaller value does not need more memory.
     """
@@ -139,15 +160,17 @@ def largest(
             found[value] = result
             report(f"{value}: {result.verdict()}")
             if not result.fits and result.out_of_memory is None:
-                return None, result
+                return replace(result, largest=0)
             low, high = (max(low, value), high) if result.fits else (low, min(high, value))
         tried = {(2 * low + high) // 3, (low + 2 * high) // 3} - {low} if high - low > 1 else set()
-    return (low, found[low]) if low in found else (None, found[min(found)])
+    return replace(found[low], largest=low) if low in found else replace(found[min(found)], largest=0)
 
 
-def in_parallel(work: Callable[..., _Result], cases: Mapping[_Key, tuple[Any, ...]]) -> Generator[tuple[_Key, _Result]]:
+def in_parallel(
+    work: Callable[..., _Result], cases: Mapping[_Key, tuple[Any, ...]], jobs: int | None = None
+) -> Generator[tuple[_Key, _Result]]:
     """Call `work` with the arguments of each case, in forked processes; yield each result when it is ready."""
-    workers = max(1, min(len(cases), len(os.sched_getaffinity(0))))
+    workers = max(1, min(len(cases), jobs or len(os.sched_getaffinity(0))))
     with interrupted_by_signals(), ProcessPoolExecutor(workers, initializer=_start_worker) as pool:
         try:
             waiting = {pool.submit(_run_case, work, *case): key for key, case in cases.items()}

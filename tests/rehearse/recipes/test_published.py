@@ -10,8 +10,7 @@ import pytest
 
 from tests.null.processes import skip_without_null_device
 from tests.recipes.running import STOCK
-from torchtune_adaptive.rehearse.gpus import GPUS
-from torchtune_adaptive.rehearse.start import RankSettings, rehearse_quietly
+from torchtune_adaptive.rehearse import rehearse
 
 ROWS, TOKENS = 2, 4096
 TOLERANCE = 0.08
@@ -49,7 +48,7 @@ def test_line_of_torchtunes_readme(line: str) -> None:
     sizes = (f"batch_size={ROWS}", "gradient_accumulation_steps=1", "clip_grad_norm=null")
     command = ["-m", recipe, "--config", str(STOCK / "configs" / "llama3_2" / f"{name}.yaml"), *sizes, *overrides]
     command.append(f"tokenizer.max_seq_len={TOKENS}")
-    found = rehearse_quietly(RankSettings(steps=2, without_data=True), command, GPUS["a100"], 1)
+    found = rehearse(command, "a100", 1, steps=2, without_data=True, quiet=True)
     measured = max(step["allocated_bytes"] for step in found.steps) / 2**30
     print(f"{line}: {measured:.2f} GiB")
     assert measured == pytest.approx(gib, rel=TOLERANCE)

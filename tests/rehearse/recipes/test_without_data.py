@@ -18,9 +18,9 @@ from tests.rehearse.recipes.two_ranks import GPU, command, errors_and_flushes, r
 from torchtune_adaptive.config.command_line import locate
 from torchtune_adaptive.config.stand_ins import with_stand_ins
 from torchtune_adaptive.errors import ConfigError
+from torchtune_adaptive.rehearse import rehearse
 from torchtune_adaptive.rehearse.gpus import Gpu
 from torchtune_adaptive.rehearse.result import RehearsalResult
-from torchtune_adaptive.rehearse.start import RankSettings, rehearse_quietly
 from torchtune_adaptive.rehearse.sweep import compare
 
 GIB = 2**30
@@ -94,7 +94,7 @@ def test_searches_and_error_of_the_recipe_are_read_from_the_record(tmp_path: Pat
     record.write_text("\n".join(map(json.dumps, lines)))
     found = RehearsalResult.read(record, usable_bytes=GIB, overhead_bytes=0, rank=0, ranks=1, status=1)
     assert found.verdict() == "does not fit: no room: lower adaptive.memory_limit"
-    assert found.rows == "8 rows"
+    assert found.most_rows == 8
     fits = RehearsalResult(usable_bytes=GIB, overhead_bytes=0, rank=0, ranks=1, status=0, searches=found.searches)
     table = [line.split() for line in fits.as_text().splitlines()[2:6]]
     assert table[2:] == [
@@ -106,7 +106,7 @@ def test_searches_and_error_of_the_recipe_are_read_from_the_record(tmp_path: Pat
 def rehearse_and_end_parent(words: list[str], card: Gpu, ranks: int) -> RehearsalResult:
     if ranks == 1:
         threading.Timer(1, os.kill, (os.getppid(), signal.SIGTERM)).start()
-    return rehearse_quietly(RankSettings(steps=2, without_data=True), words, card, ranks)
+    return rehearse(words, card, ranks, steps=2, without_data=True, quiet=True)
 
 
 def test_signal_ends_all_rehearsals() -> None:

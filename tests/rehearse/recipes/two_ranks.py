@@ -26,7 +26,7 @@ from torchtune_adaptive.config.stand_ins import with_stand_ins
 from torchtune_adaptive.null_cuda import environment
 from torchtune_adaptive.rehearse.gpus import GPUS
 from torchtune_adaptive.rehearse.result import RehearsalResult
-from torchtune_adaptive.rehearse.start import RankSettings, overhead_of, rehearse
+from torchtune_adaptive.rehearse.start import RankSettings, overhead_of, rehearse_once
 
 RANKS = 2
 SIZES = ("model.num_layers=2", "model.embed_dim=1024", "model.intermediate_dim=4096", "model.max_seq_len=4096")
@@ -65,7 +65,7 @@ def rehearsed(steps: int, *, alike: bool) -> RehearsalResult:
     """Rehearse one of the two ranks."""
     settings = RankSettings(ranks=RANKS, steps=steps)
     with training(alike=alike) as folder, Path(os.devnull).open("w") as nowhere:
-        return rehearse(command(folder / "config.yaml"), GPU, settings, nowhere)
+        return rehearse_once(command(folder / "config.yaml"), GPU, settings, nowhere)
 
 
 def trained(steps: int, *, alike: bool) -> list[RehearsalResult]:

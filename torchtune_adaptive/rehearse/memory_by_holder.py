@@ -1,45 +1,14 @@
-"""Divide the memory of a GPU by holder, and save the history of torch's allocator."""
+"""Divide the memory of a GPU by holder."""
 
 from __future__ import annotations
 
 import gc
-import os
-import pickle
 from collections import Counter
-from pathlib import Path
 
 import torch
 from torch.utils._pytree import tree_leaves
 
-from torchtune_adaptive.atomic_files import replace_file
-from torchtune_adaptive.rehearse.start import RankSettings
-
-PARAMETERS, GRADIENTS, OPTIMIZER, OTHER = "parameters", "gradients", "optimizer", "activations and other"
-
-
-class MemoryHistory:
-    """Records every allocation with its stack and the number of its step, for torch's memory_viz."""
-
-    def __init__(self, settings: RankSettings) -> None:
-        self._file, self._several = settings.snapshot, settings.together is not None
-        if self._file:
-            torch.cuda._lazy_call(self._start)
-
-    def _start(self) -> None:
-        torch.cuda.memory._record_memory_history(stacks="python")
-        torch.cuda.memory._set_memory_metadata("step 1")
-
-    def begin(self, step: int) -> None:
-        """Label the allocations of the script's thread."""
-        if self._file and torch.cuda.is_initialized():
-            torch.cuda.memory._set_memory_metadata(f"step {step}")
-
-    def save(self) -> None:
-        """Write the snapshot. The files of one of several ranks have the rank in their names."""
-        if self._file and torch.cuda.is_initialized():
-            file, rank = Path(self._file), os.environ.get("RANK")
-            file = file.with_stem(f"{file.stem}_{rank}") if self._several and rank is not None else file
-            replace_file(file, pickle.dumps(torch.cuda.memory._snapshot()))
+from torchtune_adaptive.rehearse.result import GRADIENTS, OPTIMIZER, OTHER, PARAMETERS
 
 
 def memory_by_holder(device: int) -> dict[str, int]:

@@ -1,0 +1,128 @@
+"""Rehearsals from Python, from pytest and from files of cases."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from textwrap import dedent
+from xml.etree import ElementTree
+
+import pytest
+
+from tests.null.processes import skip_without_null_device
+from tests.pages.test_documents import files_of
+from tests.rehearse.conftest import Rehearse
+from tests.rehearse.test_rehearse import TRAINS, WEIGHTS
+from torchtune_adaptive.errors import ConfigError
+from torchtune_adaptive.rehearse import interface
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "ci"
+GIB = 2**30
+
+
+def run(folder: Path, *words: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run a program of this environment in a folder."""
+    program = str(Path(sys.executable).with_name(words[0]))
+    return subprocess.run(
+        [program, *words[1:]], cwd=folder, capture_output=True, text=True, timeout=300,
+        env={**os.environ, "OMP_NUM_THREADS": "1", **variables},
+    )  # fmt: skip
+
+
+def test_python_returns_what_the_command_prints(
+    rehearse: Rehearse, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    printed = rehearse(TRAINS, "--gpu", "4090", "--memory-overhead", "2GiB", command=("train.py", "100", "60000")).found
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    found = interface.rehearse("train.py 100 60000", "4090", memory_overhead="2GiB", quiet=True)
+    assert json.loads(json.dumps(found.as_dict())) == printed
+    assert found.fits
+    kinds = found.peak_by_kind
+    assert (kinds["parameters"], kinds["gradients"], kinds["optimizer"]) == (WEIGHTS, WEIGHTS, 2 * WEIGHTS)
+    assert sum(kinds.values()) == found.run_peaks["allocated_bytes"]
+    assert kinds["activations and other"] > 3 * 60000 * 4096 * 4
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ({"gpu": "h1000"}, "unknown GPU 'h1000'"),
+        ({"ranks": 0}, "ranks is 0"),
+        ({"steps": "3"}, "steps is '3'"),
+        ({"rank": 1, "together": True}, "leave out one of them"),
+        ({"memory": "many"}, "memory: cannot read 'many'"),
+        ({"without_data": True}, "needs a recipe"),
+    ],
+)
+def test_invalid_argument_is_an_error_before_the_script_starts(options: dict[str, object], error: str) -> None:
+    with pytest.raises(ConfigError, match=error):
+        interface.rehearse([__file__], **options)  # type: ignore[arg-type]
+
+
+@pytest.mark.smoke
+def test_larger_config_is_reported_by_kind_and_a_killed_script_does_not_end_the_other_cases(tmp_path: Path) -> None:
+    """The example is a repository; the shard has three of its cases."""
+    assert files_of(EXAMPLE.parents[1] / "docs" / "ci.md")["fits.toml"] == (EXAMPLE / "fits.toml").read_text()
+    skip_without_null_device()
+    shutil.copytree(EXAMPLE, folder := tmp_path / "repository")
+    killed = 'name = "killed"\ncommand = "killed.py"'
+    (folder / "fits.toml").write_text(f"{(folder / 'fits.toml').read_text()}\n[[case]]\n{killed}\n")
+    (folder / "killed.py").write_text("import os\nos.kill(os.getpid(), 9)\n")
+    medium = folder / "configs" / "medium.json"
+    medium.write_text(medium.read_text().replace('"vocabulary": 32000', '"vocabulary": 53248'))
+    words = ("--cases", "fits.toml", "--shard", "1/2", "--jobs", "2", "--junit", "out/fits.xml")
+    ended = run(folder, "tune-adaptive", "rehearse", *words)
+    assert ended.returncode == 2, ended.stderr
+    table = ended.stdout.partition("\n\n")[0]
+    small, medium_row, killed_row = table.splitlines()[1:]
+    assert re.search(r" 4090 +1 +yes .* small, 4090  \+0.00 GiB$", small)
+    (grown,) = re.findall(r" yes .* medium, a100-40  \+(\d.\d\d) GiB  <- NOT AS EXPECTED$", medium_row)
+    assert 2.9 < float(grown) < 3.1
+    assert re.search(r" no answer .* killed, h100  <- NOT AS EXPECTED$", killed_row)
+    assert f"\nmedium, a100-40: {grown} GiB (" in ended.stdout
+    assert re.search(rf"allocated in all .* \+{grown} GiB", ended.stdout)
+    suite = ElementTree.parse(folder / "out" / "fits.xml").getroot()
+    assert [suite.get(name) for name in ("tests", "failures", "errors")] == ["3", "1", "1"]
+    assert [[child.tag for child in case] for case in suite] == [[], ["failure"], ["error"]]
+    assert "activations and other" in (suite[1][0].text or "")
+    assert "signal 9" in (suite[2][0].get("message") or "")
+
+
+def test_file_of_cases_excludes_a_command_and_options_of_one(tmp_path: Path) -> None:
+    (tmp_path / "fits.toml").write_text("[[case]]\ncommand = 'a.py'\n")
+    for words, name in (("--gpu", "4090"), "gpu"), (("--", "train.py"), "the command"):
+        ended = run(tmp_path, "tune-adaptive", "rehearse", "--cases", "fits.toml", *words)
+        assert (ended.returncode, f"--cases reads {name} from its file" in ended.stderr) == (2, True)
+
+
+TESTS = """
+    import sys
+
+    def test_torch_is_not_imported():
+        assert "torch" not in sys.modules
+
+    def test_fits(rehearse):
+        found = rehearse("train.py 100", gpu="4090", growth_percent=2, reserved_below="2GiB")
+        assert found.fits
+        assert "torch" not in sys.modules
+"""
+
+
+def test_fixture_of_pytest_fails_a_test_whose_peak_has_grown(tmp_path: Path) -> None:
+    skip_without_null_device()
+    (tmp_path / "train.py").write_text(dedent(TRAINS))
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests" / "test_fits.py").write_text(dedent(TESTS))
+    ended = run(tmp_path, "pytest", "-q", "--update-peaks")
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    recorded = json.loads((tmp_path / "tests" / "peaks.json").read_text())
+    assert recorded["test_fits.py::test_fits"]["by_kind"]["optimizer"] == 2 * WEIGHTS
+    (tmp_path / "train.py").write_text(dedent(TRAINS).replace("range(4)", "range(5)"))
+    ended = run(tmp_path, "pytest", "-q")
+    assert ended.returncode == 1
+    assert re.search(r"320.00 MiB \(25.0 %\) more allocated than the recorded 1.25 GiB", ended.stdout), ended.stdout
+    assert re.search(r"optimizer +512.00 MiB +640.00 MiB +\+128.00 MiB\n", ended.stdout)

@@ -1,0 +1,145 @@
+"""Expectations, recorded peaks and files of cases, with results that no rehearsal has made."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from torchtune_adaptive.errors import ConfigError
+from torchtune_adaptive.rehearse.cases import read_cases
+from torchtune_adaptive.rehearse.expectations import Expectations, change_by_kind, peak_of, read_peaks, update_peaks
+from torchtune_adaptive.rehearse.result import RehearsalResult
+
+GIB = 2**30
+
+
+def result(allocated: float, reserved: float, parameters: float = 2, **about: Any) -> RehearsalResult:
+    """Return the result of a script that fits in 78 GiB."""
+    step = {"step": 1, "allocated_bytes": int(allocated * GIB), "reserved_bytes": int(reserved * GIB), "flushes": 0}
+    held = {"held_bytes": {"parameters": int(parameters * GIB), "optimizer": 4 * GIB}}
+    return RehearsalResult(78 * GIB, GIB, 0, 1, 0, steps=[step], held=held, **about)
+
+
+def out_of_memory() -> RehearsalResult:
+    error = {"step": 2, "allocated_bytes": 60 * GIB, "reserved_bytes": 61 * GIB, "asked_bytes": GIB, "in_search": False,
+             "has_optimizer": True, "allowed_bytes": 78 * GIB, "held_bytes": {"optimizer": 60 * GIB}}  # fmt: skip
+    return replace(
+        result(50, 51), status=1, errors=[error], end={"by_memory": True, "allocated_bytes": 0, "reserved_bytes": 0}
+    )
+
+
+RECORDED = peak_of(result(10, 12))
+
+
+@pytest.mark.parametrize(
+    ("expected", "found", "failure"),
+    [
+        ({}, result(10, 12), None),
+        ({}, out_of_memory(), "does not fit: out of memory in step 2, 60.0 of 78.0 GiB allocated, 1.00 GiB more"),
+        ({}, replace(result(10, 12), status=3), "no answer: the script failed"),
+        ({"fits": False}, out_of_memory(), None),
+        ({"fits": False}, result(10, 12), "fits, but should not"),
+        ({"fits": False}, replace(result(10, 12), status=3), "no answer"),
+        ({"reserved_below": "13GiB", "allocated_below": 11 * GIB}, result(10, 12), None),
+        ({"reserved_below": "12GiB"}, result(10, 12), "12.00 GiB reserved, 0 B above reserved_below (12.00 GiB)"),
+        ({"allocated_below": "7.5GiB"}, result(10, 12), "10.00 GiB allocated, 2.50 GiB above allocated_below"),
+        ({"at_least": 4}, result(10, 12, largest=4), None),
+        ({"at_least": 4}, result(10, 12, searches=[{"stage": "", "result": {"rows": 3}}]), "3 fit; at_least is 4"),
+        ({"at_least": 4}, result(10, 12), "nothing was searched; at_least is 4"),
+        ({"growth_percent": 2}, result(10.2, 12.1), None),
+        ({"growth_percent": 2}, result(8, 9), None),
+        ({"growth_percent": 2}, result(10.5, 12), "512.00 MiB (5.0 %) more allocated than the recorded 10.00 GiB"),
+        ({"growth_percent": 2}, result(10, 15), "3.00 GiB (25.0 %) more reserved than the recorded 12.00 GiB"),
+    ],
+)
+def test_failure_states_what_was_expected_and_by_how_much_it_is_missed(
+    expected: dict[str, Any], found: RehearsalResult, failure: str | None
+) -> None:
+    failures = Expectations(**expected).failures(found, RECORDED)
+    assert len(failures) == (failure is not None)
+    assert failure is None or failures[0].startswith(failure)
+
+
+def test_growth_without_a_record_is_a_failure_that_names_the_flag() -> None:
+    (failure,) = Expectations(growth_percent=2).failures(result(10, 12), None)
+    assert "--update-peaks" in failure
+
+
+def test_change_of_the_peak_is_divided_by_kind() -> None:
+    lines = [line.split("  ") for line in change_by_kind(result(13, 16, parameters=3), RECORDED).splitlines()]
+    changes = {words[1].strip(): words[-1].strip() for words in lines[1:]}
+    assert changes["parameters"] == "+1.00 GiB"
+    assert changes["optimizer"] == "4.00 GiB"  # no change is shown
+    assert changes["activations and other"] == "+2.00 GiB"
+    assert (changes["allocated in all"], changes["reserved in all"]) == ("+3.00 GiB", "+4.00 GiB")
+    assert change_by_kind(result(13, 16), None) == ""
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"fits": 1}, {"at_least": 0}, {"at_least": True}, {"reserved_below": "70"}, {"allocated_below": -1},
+     {"growth_percent": -2}, {"growth_percent": "2"}, {"growth_percent": True}, {"growth_percent": float("nan")}],
+    ids=str,
+)  # fmt: skip
+def test_invalid_expectation_is_an_error_that_names_it(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(wrong))):
+        Expectations(**wrong)
+
+
+def test_update_replaces_only_its_own_peaks_and_keeps_the_order(tmp_path: Path) -> None:
+    peaks = tmp_path / "peaks.json"
+    assert read_peaks(peaks) == {}
+    update_peaks(peaks, {"b": RECORDED, "c": RECORDED})
+    before = peaks.read_text().splitlines()
+    update_peaks(peaks, {"b": peak_of(result(11, 12)), "a": RECORDED})
+    after = peaks.read_text().splitlines()
+    assert [*json.loads("\n".join(after))] == ["a", "b", "c"]
+    assert (read_peaks(peaks)["c"], read_peaks(peaks)["b"]["allocated_bytes"]) == (RECORDED, 11 * GIB)
+    assert after[-len(before) + before.index('  "c": {') :] == before[before.index('  "c": {') :]
+    peaks.write_text("[]")
+    with pytest.raises(ConfigError, match=r"peaks\.json cannot be read"):
+        read_peaks(peaks)
+
+
+def test_case_is_expanded_to_each_gpu_and_number_of_ranks(tmp_path: Path) -> None:
+    (tmp_path / "fits.toml").write_text("""
+        [defaults]
+        growth_percent = 2
+        memory_overhead = "2GiB"
+        [[case]]
+        name = "8b"
+        command = "train.py --rows 4"
+        gpu = ["h100", "a100-40"]
+        ranks = [4, 8]
+        growth_percent = 5
+        [[case]]
+        command = "other.py"
+    """)
+    cases = read_cases(tmp_path / "fits.toml")
+    names = ["8b, h100 × 4", "8b, a100-40 × 4", "8b, h100 × 8", "8b, a100-40 × 8", "other.py, h100"]
+    assert [case.name for case in cases] == names
+    assert (cases[1].gpu.name, cases[1].ranks) == ("a100-40", 4)
+    assert cases[1].options == {"command": "train.py --rows 4", "memory_overhead": "2GiB"}
+    assert [case.expected.growth_percent for case in cases] == [5, 5, 5, 5, 2]
+
+
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        ("[[case]]\ncommand = 'a.py'\ngpus = 'h100'", r"case 1: unknown key 'gpus'; did you mean gpu\?"),
+        ("[defaults]\nreserved = '1GiB'\n[[case]]\nname = 'x'\ncommand = 'a.py'", "case x: unknown key 'reserved'"),
+        ("[[cases]]\ncommand = 'a.py'", "unknown table 'cases'"),
+        ("[[case]]\nname = 'x'", "case x: a command is needed"),
+        ("[[case]]\ncommand = 'a.py'\ngpu = 'h1000'", "unknown GPU 'h1000'"),
+        ("[[case]]\ncommand = 'a.py'\n[[case]]\ncommand = 'a.py'", "two cases are named 'a.py, h100'"),
+        ("[[case]]\ncommand = 'a.py'\nreserved_below = 'x'", "case 1: reserved_below: cannot read 'x'"),
+        ("[[case]]\ncommand = ", "fits.toml: "),
+        ("", "has no"),
+    ],
+)
+def test_invalid_file_of_cases_is_an_error_that_names_the_case(text: str, error: str, tmp_path: Path) -> None:
+    (tmp_path / "fits.toml").write_text(text)
+    with pytest.raises(ConfigError, match=error):
+        read_cases(tmp_path / "fits.toml")

@@ -1,0 +1,135 @@
+"""Rehearses torchtune's configs on four GPUs and writes docs/which-config-fits.md.
+
+A config takes 12 CPU seconds for each GPU. Results are kept, so the command can be stopped and continued.
+
+python -m tools.which_config_fits          # rehearses what is missing
+python -m tools.which_config_fits --page   # only writes the page
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import resource
+import sys
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from benchmarks.results import RESULTS, save
+from torchtune_adaptive.config.command_line import read_config
+from torchtune_adaptive.config.registry import FULL, FULL_DPO, LORA, LORA_DPO, NamedConfig, stock_configs
+from torchtune_adaptive.config.stand_ins import length_of
+from torchtune_adaptive.rehearse import rehearse
+from torchtune_adaptive.rehearse.gpus import GPUS
+from torchtune_adaptive.rehearse.sweep import SweepRow
+
+PAGE = Path(__file__).parent.parent / "docs" / "which-config-fits.md"
+NAME = "which_config_fits"
+CARDS = ("4090", "a100-40", "a100", "h100")
+SAME_MEMORY = {"a100": "h100"}
+"""GPUs of the same memory: one is rehearsed, and the time of the other follows from the same work."""
+RECIPES = {recipe.stock_name: recipe for recipe in (FULL, LORA, FULL_DPO, LORA_DPO)}
+KINDS = {name: name.removesuffix("_distributed").replace("_", " ") for name in RECIPES}
+NOTE = "the largest microbatch that a search finds, and the tokens per second of all ranks: tools/which_config_fits.py"
+TEXT = """# Which torchtune config fits on which GPU
+
+`python -m tools.which_config_fits` made this page from [its results](../benchmarks/results/{name}.json), on {date}, in
+{cpu_s:,.0f} CPU seconds for {count} rehearsals ({mean:.1f} each). No GPU was used: all figures are predictions of
+[`tune-adaptive rehearse --without-data`](rehearsing-recipes.md).
+
+For each config, a search finds the largest microbatch, rounded down to a power of two, on the number of ranks that the
+config's comments state. Every row has the stated number of tokens. The second figure of a cell is the
+[estimated](rehearsing.md#time) number of tokens per second of all ranks; *no* means that not even one row fits. On each
+GPU, 3 GiB are left to CUDA and NCCL. The column `batch_size` has the config's own number of rows, which are usually
+shorter. An a100 has as much memory as an h100, so its column has the rehearsal of the h100 with the rates of the a100.
+In DPO, a row is a pair, and the microbatch is the smaller of those of the policy and the reference model.
+"""
+
+
+def ranks_of(config: NamedConfig) -> int:
+    """Return the number of ranks that the comments of a config state."""
+    found = re.search(r"--nnodes (\d+)", text := config.path.read_text(encoding="utf-8"))
+    per_node = re.search(r"--nproc_per_node (\d+)", text)
+    return int(found[1] if found else 1) * int(per_node[1] if per_node else 1)
+
+
+def rehearsed(config: NamedConfig, done: Mapping[str, Any]) -> dict[str, Any]:
+    """Rehearse a config on all GPUs, without those that are done."""
+    row: dict[str, Any] = {"recipe": config.recipe, "config": config.name, "ranks": ranks_of(config), **done}
+    row.setdefault("gpus", {})
+    cfg = read_config(config.path, [])
+    row["batch_size"], row["tokens"] = int(cfg.batch_size), length_of(cfg)
+    recipe = RECIPES[config.recipe].name
+    command = ["-m", recipe, "--config", str(config.path), "use_maximum_batch_size=True", "device=cuda"]
+    for card in (name for name in CARDS if name not in SAME_MEMORY and name not in row["gpus"]):
+        begin = resource.getrusage(resource.RUSAGE_CHILDREN)
+        found = rehearse(command, card, row["ranks"], steps=2, without_data=True, quiet=True)
+        end = resource.getrusage(resource.RUSAGE_CHILDREN)
+        cpu_s = end.ru_utime + end.ru_stime - begin.ru_utime - begin.ru_stime
+        for name in (card, *(name for name, same in SAME_MEMORY.items() if same == card)):
+            of_card = SweepRow(GPUS[name], replace(found, gpu=GPUS[name]))
+            answer = {key: value for key, value in of_card.as_dict().items() if key not in ("gpu", "ranks", "searches")}
+            row["gpus"][name] = answer | {"rows": found.most_rows, "cpu_s": cpu_s if name == card else 0}
+    return row
+
+
+def stored() -> list[dict[str, Any]]:
+    file = RESULTS / f"{NAME}.json"
+    return json.loads(file.read_text(encoding="utf-8"))["rows"] if file.exists() else []
+
+
+def cell(answer: Mapping[str, Any] | None) -> str:
+    if answer is None:
+        return ""
+    if not answer["fits"]:
+        return "no" if answer["fits"] is False else "no answer"
+    rate = answer["tokens_per_second"]
+    return f"{answer['rows']} rows, {rate:,.0f}" if rate else f"{answer['rows']} rows"
+
+
+def page(rows: Iterable[Mapping[str, Any]]) -> str:
+    rows = list(rows)
+    about = json.loads((RESULTS / f"{NAME}.json").read_text(encoding="utf-8"))["machine"]
+    spent = [answer["cpu_s"] for row in rows for answer in row["gpus"].values() if answer["cpu_s"]]
+    configs = [each for each in stock_configs() if each.recipe in RECIPES]
+    known = {(row["recipe"], row["config"]) for row in rows}
+    missing = [each for each in configs if (each.recipe, each.name) not in known]
+    mean = sum(spent) / len(spent)
+    lines = [TEXT.format(name=NAME, date=about["date"], cpu_s=sum(spent), count=len(spent), mean=mean).rstrip()]
+    for recipe, kind in KINDS.items():
+        shown = [row for row in rows if row["recipe"] == recipe and "refused" not in row]
+        if not shown:
+            continue
+        lines += ["", f"## {kind.capitalize().replace('dpo', 'DPO').replace('Lora', 'LoRA')}", ""]
+        lines += [f"| config | ranks | tokens | batch_size | {' | '.join(CARDS)} |", "|---" * (4 + len(CARDS)) + "|"]
+        lines += [
+            f"| {row['config']} | {row['ranks']} | {row['tokens']} | {row['batch_size']} | "
+            f"{' | '.join(cell(row['gpus'].get(name)) for name in CARDS)} |"
+            for row in shown
+        ]
+    lines += ["", "## What was not rehearsed", ""]
+    lines += [f"- {row['config']} ({KINDS[row['recipe']]}): {row['refused']}" for row in rows if "refused" in row]
+    unanswered = [(row, name, each) for row in rows for name, each in row["gpus"].items() if each["fits"] is None]
+    lines += [
+        f"- {row['config']} ({KINDS[row['recipe']]}) on {name}: {each['verdict']}" for row, name, each in unanswered
+    ]
+    lines += [f"- {each.name} ({KINDS[each.recipe]}): not yet, for want of time" for each in missing]
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    rows = {(row["recipe"], row["config"]): row for row in stored()}
+    for config in [each for each in stock_configs() if each.recipe in RECIPES and "--page" not in sys.argv]:
+        key = config.recipe, config.name
+        begin_s = time.monotonic()
+        rows[key] = rehearsed(config, rows.get(key, {}))
+        save(NAME, list(rows.values()), NOTE)
+        print(f"{config.recipe} {config.name}: {time.monotonic() - begin_s:.0f} s", flush=True)
+    PAGE.write_text(page(rows.values()), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

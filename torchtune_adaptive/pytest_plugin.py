@@ -1,0 +1,55 @@
+"""A pytest plugin: the fixture `rehearse` checks what a training script needs on GPUs that are absent (docs/ci.md).
+
+pytest loads it at every start, so it imports rehearsals only for a test that uses the fixture.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    from torchtune_adaptive.rehearse import RehearsalResult
+
+PEAKS = "peaks.json"
+"""The file of recorded peaks, in the folder of the test."""
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the flag."""
+    parser.addoption("--update-peaks", action="store_true", help=f"rehearsals: record their peaks in {PEAKS}")
+
+
+@pytest.fixture
+def rehearse(request: pytest.FixtureRequest) -> Callable[..., RehearsalResult]:
+    """Return `rehearse(command, gpu="h100", ranks=8, reserved_below="70GiB", ...)`, which returns the result.
+
+    It accepts the arguments of `torchtune_adaptive.rehearse.rehearse` and of `Expectations`, and fails the test if an
+    expectation is not met.
+    """
+    from torchtune_adaptive.rehearse import interface
+    from torchtune_adaptive.rehearse.expectations import Expectations, peak_of, read_peaks, report, update_peaks
+
+    peaks, calls = request.path.with_name(PEAKS), 0
+
+    def check(command: str | Sequence[str], *args: Any, **options: Any) -> RehearsalResult:
+        nonlocal calls
+        calls += 1
+        name = f"{request.path.name}::{request.node.name}" + f" ({calls})" * (calls > 1)
+        expected = Expectations(
+            **{each.name: options.pop(each.name) for each in fields(Expectations) if each.name in options}
+        )
+        found = interface.rehearse(command, *args, **options)
+        if found.interrupted:
+            raise KeyboardInterrupt
+        if request.config.getoption("update_peaks") and found.fits and expected.growth_percent is not None:
+            update_peaks(peaks, {name: peak_of(found)})
+        recorded = read_peaks(peaks).get(name)
+        if failures := expected.failures(found, recorded):
+            pytest.fail(report(failures, found, recorded), pytrace=False)
+        return found
+
+    return check

@@ -1,0 +1,137 @@
+"""A file of cases: commands × GPUs × numbers of ranks with their expectations, for `rehearse --cases` (docs/ci.md)."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import resource
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from itertools import product
+from pathlib import Path
+from typing import Any, NamedTuple
+from xml.etree import ElementTree
+
+from torchtune_adaptive.atomic_files import reason, replace_file
+from torchtune_adaptive.errors import ConfigError
+from torchtune_adaptive.formatting import count_of, did_you_mean, printable
+from torchtune_adaptive.rehearse.expectations import Expectations, peak_of, read_peaks, report, update_peaks
+from torchtune_adaptive.rehearse.gpus import Gpu, gpu_named
+from torchtune_adaptive.rehearse.interface import GPU, rehearse
+from torchtune_adaptive.rehearse.result import RehearsalResult
+from torchtune_adaptive.rehearse.sweep import SweepRow, as_table, in_parallel
+
+_EXPECTED = {each.name for each in fields(Expectations)}
+_KEYS = {"name", *_EXPECTED, *inspect.signature(rehearse).parameters} - {"quiet"}
+
+
+class Case(NamedTuple):
+    """A command on one GPU and one number of ranks."""
+
+    name: str
+    gpu: Gpu
+    ranks: int | None
+    options: Mapping[str, Any]
+    """The other arguments of `rehearse`."""
+    expected: Expectations
+
+
+def read_cases(path: Path) -> list[Case]:
+    """Read a file of cases. Raise a ConfigError if it is invalid."""
+    try:
+        content = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path}: {reason(error)}") from error
+    if unknown := {*content} - {"defaults", "case"}:
+        raise ConfigError(f"{path}: unknown table {min(unknown)!r}: a file has [defaults] and [[case]]")
+    cases = list[Case]()
+    for at, entry in enumerate(content.get("case", []), 1):
+        given = {**content.get("defaults", {}), **entry}
+        try:
+            cases += _expand(given)
+        except ConfigError as error:
+            raise ConfigError(f"{path}: case {given.get('name', at)}: {error}") from error
+    names = [case.name for case in cases]
+    if twice := {name for name in names if names.count(name) > 1}:
+        raise ConfigError(f"{path}: two cases are named {min(twice)!r}: give each a name")
+    if not cases:
+        raise ConfigError(f"{path} has no [[case]]")
+    return cases
+
+
+def _expand(given: Mapping[str, Any]) -> list[Case]:
+    """Return a case for each combination of GPU and ranks."""
+    if unknown := sorted({*given} - _KEYS):
+        raise ConfigError(f"unknown key {unknown[0]!r}{did_you_mean(unknown[0], _KEYS)}")
+    if not isinstance(command := given.get("command"), str):
+        raise ConfigError("a command is needed, in one string")
+    expected = Expectations(**{name: given[name] for name in given if name in _EXPECTED})
+    options = {name: given[name] for name in given if name not in (*_EXPECTED, "name", "gpu", "ranks")}
+    cases = []
+    for ranks, gpu in product(_several(given.get("ranks")), _several(given.get("gpu", GPU))):
+        name = f"{given.get('name', command)}, {gpu}" + (f" × {ranks}" if ranks else "")
+        cases.append(Case(name, gpu_named(str(gpu)), ranks, options, expected))
+    return cases
+
+
+def _several(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
+
+
+def run_cases(path: Path, *, shard: tuple[int, int], jobs: int, junit: str, update: bool, as_json: bool) -> int:
+    """Rehearse the cases of a file, or every N-th of them, print a table, and return the exit status."""
+    cases = {case.name: case for case in read_cases(path)[shard[0] - 1 :: shard[1]]}
+    peaks, recorded = path.with_suffix(".peaks.json"), read_peaks(path.with_suffix(".peaks.json"))
+    found = dict[str, tuple[RehearsalResult, float]]()
+    for name, ended in in_parallel(_rehearse, {name: (case,) for name, case in cases.items()}, jobs):
+        found[name] = ended
+        if update and ended[0].fits and cases[name].expected.growth_percent is not None:
+            recorded[name] = peak_of(ended[0])
+    if update:
+        update_peaks(peaks, {name: recorded[name] for name in cases if name in recorded})
+    rows = []
+    for name, case in cases.items():
+        failures, before = case.expected.failures(found[name][0], recorded.get(name)), recorded.get(name)
+        text = report(failures, found[name][0], before) if failures else ""
+        grown = found[name][0].run_peaks["allocated_bytes"] - before["allocated_bytes"] if before else None
+        rows.append(SweepRow(case.gpu, found[name][0], name, failures, text, grown, found[name][1]))
+    if junit:
+        replace_file(Path(junit), _junit(path.name, rows))
+    if as_json:
+        print(json.dumps([row.as_dict() for row in rows], indent=2))
+    else:
+        failed = [f"{row.name}: {row.report}" for row in rows if row.failures]
+        total = (
+            f"{count_of(len(rows), 'case')}, {len(failed)} not as expected, {sum(row.cpu_s for row in rows):.0f} CPU s"
+        )
+        print(as_table(rows), total, *failed, sep="\n\n")
+    return max((2 if row.fits is None else 1 for row in rows if row.failures), default=0)
+
+
+def _rehearse(case: Case) -> tuple[RehearsalResult, float]:
+    """Return the result of a case, and its CPU seconds. An error is a result, so that it does not end the others."""
+    begin_s = _cpu_s()
+    try:
+        found = rehearse(gpu=case.gpu, ranks=case.ranks, quiet=True, **case.options)
+    except Exception as error:  # noqa: BLE001
+        found = RehearsalResult(0, 0, 0, case.ranks or 1, status=1, message=f"CannotRehearse: {reason(error)}")
+    return found, _cpu_s() - begin_s
+
+
+def _cpu_s() -> float:
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
+def _junit(name: str, rows: Sequence[SweepRow]) -> bytes:
+    suite = ElementTree.Element("testsuite", name=name, tests=str(len(rows)))
+    tags = ["error" if row.fits is None else "failure" if row.failures else "" for row in rows]
+    for tag in "failure", "error":
+        suite.set(f"{tag}s", str(tags.count(tag)))
+    for row, tag in zip(rows, tags, strict=True):
+        case = ElementTree.SubElement(suite, "testcase", classname=name, name=row.name, time=f"{row.cpu_s:.1f}")
+        if tag:
+            text = "\n".join(map(printable, row.report.splitlines()))
+            ElementTree.SubElement(case, tag, message=printable(row.failures[0])).text = text
+    return bytes(ElementTree.tostring(suite, encoding="utf-8", xml_declaration=True))

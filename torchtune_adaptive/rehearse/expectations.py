@@ -1,0 +1,119 @@
+"""What a project expects of a rehearsal, and the recorded peaks with which later rehearsals are compared."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torchtune_adaptive.atomic_files import read_json, replace_file
+from torchtune_adaptive.errors import ConfigError
+from torchtune_adaptive.formatting import format_bytes, in_columns, is_whole, parse_bytes
+from torchtune_adaptive.rehearse.result import RehearsalResult
+
+RecordedPeak = Mapping[str, Any]
+"""A recorded peak: allocated_bytes, reserved_bytes and by_kind."""
+MEASURES = "allocated", "reserved"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Expectations:
+    """What is expected of a rehearsal."""
+
+    fits: bool = True
+    """False: the script runs out of memory."""
+    allocated_below: str | int | None = None
+    """An upper limit of the peak of allocated memory, for example 70GiB."""
+    reserved_below: str | int | None = None
+    """The same of reserved memory."""
+    at_least: int | None = None
+    """The largest value of a range in the command, or the rows that a recipe's search finds, must be at least this."""
+    growth_percent: float | None = None
+    """The peaks may be at most this many percent higher than the recorded ones."""
+
+    def __post_init__(self) -> None:
+        for name in "allocated_below", "reserved_below":
+            if (limit := getattr(self, name)) is not None:
+                parse_bytes(limit, name)
+        if self.at_least is not None and not is_whole(self.at_least, at_least=1):
+            raise ConfigError(f"at_least is {self.at_least!r}: a whole number from 1 is needed")
+        if type(self.fits) is not bool:
+            raise ConfigError(f"fits is {self.fits!r}: true or false is needed")
+        growth = self.growth_percent
+        if growth is not None and (type(growth) not in (int, float) or not 0 <= growth < float("inf")):
+            raise ConfigError(f"growth_percent is {growth!r}: a number from 0 is needed")
+
+    def failures(self, found: RehearsalResult, recorded: RecordedPeak | None) -> list[str]:
+        """Return a line for each expectation that is not met."""
+        if found.answer is None or found.answer != self.fits:
+            return [found.verdict() if not found.fits else f"fits, but should not: {found.verdict()}"]
+        failed, peaks = list[str](), found.run_peaks
+        for name in MEASURES:
+            limit, peak = getattr(self, f"{name}_below"), peaks[f"{name}_bytes"]
+            if limit is not None and peak >= (limit := parse_bytes(limit, name)):
+                failed.append(f"{_size(peak)} {name}, {_size(peak - limit)} above {name}_below ({_size(limit)})")
+            before = recorded[f"{name}_bytes"] if recorded else peak
+            if self.growth_percent is not None and peak > before * (1 + self.growth_percent / 100):
+                percent = f" ({100 * (peak / before - 1):.1f} %)" if before else ""
+                failed.append(
+                    f"{_size(peak - before)}{percent} more {name} than the recorded {_size(before)}; growth_percent is "
+                    f"{self.growth_percent:g}"
+                )
+        if self.at_least is not None and (found.most_rows or 0) < self.at_least:
+            rows = "nothing was searched" if found.most_rows is None else f"{found.most_rows} fit"
+            failed.append(f"{rows}; at_least is {self.at_least}")
+        if self.growth_percent is not None and recorded is None:
+            failed.append("no peak is recorded: run once with --update-peaks, and commit the file")
+        return failed
+
+
+def peak_of(found: RehearsalResult) -> RecordedPeak:
+    """Return the peak to record."""
+    return {**found.run_peaks, "by_kind": found.peak_by_kind}
+
+
+def change_by_kind(found: RehearsalResult, recorded: RecordedPeak | None) -> str:
+    """Return a table of the recorded peak and the present one; "" if none is recorded."""
+    if recorded is None:
+        return ""
+    now = peak_of(found)
+    lines = [(kind, recorded["by_kind"].get(kind, 0), now["by_kind"].get(kind, 0)) for kind in now["by_kind"]]
+    lines += [(f"{name} in all", recorded[f"{name}_bytes"], now[f"{name}_bytes"]) for name in MEASURES]
+    cells = [(name, _size(before), _size(after), _change(after - before)) for name, before, after in lines]
+    return in_columns([("peak", "recorded", "now", "change"), *cells])
+
+
+def report(failures: Sequence[str], found: RehearsalResult, recorded: RecordedPeak | None) -> str:
+    """Return the failures, the change of the peak, and the report of the rehearsal."""
+    return "\n\n".join(filter(None, ["\n".join(failures), change_by_kind(found, recorded), found.as_text()]))
+
+
+def read_peaks(path: Path) -> dict[str, RecordedPeak]:
+    """Return the recorded peaks by name; none if there is no file."""
+    try:
+        return read_json(path) or {}
+    except ValueError as error:
+        raise ConfigError(f"{path} cannot be read: {error}; correct or remove it") from error
+
+
+def update_peaks(path: Path, peaks: Mapping[str, RecordedPeak]) -> None:
+    """Replace the recorded peaks of these names. Names are sorted, so that a change is a readable diff."""
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX)  # other processes of pytest may update other names
+        content = json.dumps({**read_peaks(path), **peaks}, indent=2, sort_keys=True)
+        replace_file(path, f"{content}\n".encode())
+    finally:
+        os.close(folder)
+
+
+def _size(count: float) -> str:
+    return format_bytes(count, 2)
+
+
+def _change(count: int) -> str:
+    return f"{'+' if count > 0 else '-'}{_size(abs(count))}" if count else ""

@@ -1,0 +1,83 @@
+"""The Python interface to rehearsals, which the command uses, too."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
+
+from torchtune_adaptive.errors import ConfigError
+from torchtune_adaptive.formatting import is_whole, parse_bytes
+from torchtune_adaptive.rehearse.gpus import Gpu, gpu_named
+from torchtune_adaptive.rehearse.result import MOST_INVERTED, RehearsalResult
+from torchtune_adaptive.rehearse.start import RankSettings, check_command, rehearse_once
+from torchtune_adaptive.rehearse.sweep import largest, range_in
+
+STEPS = 10
+GPU = "h100"
+
+
+def rehearse(
+    command: str | Sequence[str], gpu: str | Gpu = GPU, ranks: int | None = None, *,
+    rank: int = 0, together: bool | Sequence[int] = False, devices: int | None = None, memory: str | int | None = None,
+    memory_overhead: str | int | None = None, steps: int = STEPS, skew: float = 1,
+    fixed: Mapping[str, int] | None = None, without_data: bool = False, quiet: bool = False,
+) -> RehearsalResult:  # fmt: skip
+    """Rehearse a command, without a GPU, and return its verdict, its peaks and its estimated time.
+
+        from torchtune_adaptive.rehearse import rehearse
+
+        found = rehearse("train.py --batch-size 8", gpu="h100", ranks=8)
+        print(found.verdict(), found.run_peaks["reserved_bytes"], found.peak_by_kind)
+        assert found.fits, found.as_text()
+
+    The arguments are the options of `tune-adaptive rehearse`. With a range such as `{1:64}` in the command, the result
+    is that of the largest value that fits, which is its `largest`. `together=True` rehearses all ranks. The output of
+    the script is copied to standard error, unless `quiet`.
+
+    Raises ConfigError if an argument is invalid, NullCudaError if this machine cannot rehearse, and, if quiet,
+    KeyboardInterrupt after Ctrl-C. Every other end of the script is a result.
+    """
+    words = shlex.split(command) if isinstance(command, str) else list(command)
+    check_command(words)
+    for name, value, least in ("ranks", ranks, 1), ("rank", rank, 0), ("devices", devices, 1), ("steps", steps, 0):
+        if value is not None and not is_whole(value, at_least=least):
+            raise ConfigError(f"{name} is {value!r}: pass a whole number from {least}")
+    if rank and together is not False:
+        raise ConfigError("--together reports the fullest rank, and --rank a single one: leave out one of them")
+    if without_data and not any(Path(word).name.startswith("adaptive_") for word in words):
+        raise ConfigError("--without-data needs a recipe of this package: tune run adaptive_...")
+    card = gpu_named(gpu) if isinstance(gpu, str) else gpu
+    if memory is not None:
+        card = card._replace(memory=parse_bytes(memory, "memory"))
+    several = None if together is False else [] if together is True else list(together)
+    settings = RankSettings(
+        max([rank, *(several or [])]), ranks, steps=steps, devices=devices, together=several, skew=max(1, skew),
+        overhead_bytes=None if memory_overhead is None else parse_bytes(memory_overhead, "memory_overhead"),
+        fixed=fixed or {}, without_data=without_data,
+    )  # fmt: skip
+    if range_in(words):
+        report = (lambda _: None) if quiet else partial(print, file=sys.stderr, flush=True)
+        return largest(partial(_with_both_results, settings, quiet=True), words, card, ranks, report)
+    return _with_both_results(settings, words, card, ranks, quiet=quiet)
+
+
+def _with_both_results(
+    settings: RankSettings, command: Sequence[str], gpu: Gpu, ranks: int | None, *, quiet: bool
+) -> RehearsalResult:
+    """Rehearse a command and, if it fits, also with the other results of guessed conditions."""
+    with open(os.devnull, "w") if quiet else nullcontext() as output:
+        found = rehearse_once(command, gpu, settings._replace(ranks=ranks), output)
+    if quiet and found.interrupted:
+        raise KeyboardInterrupt
+    if settings.inverted or not found.fits or not (places := found.guessed_conditions[:MOST_INVERTED]):
+        return found
+    if not quiet:
+        print(f"rehearse: guesses decide at {', '.join(places)}: trying the other results, too", file=sys.stderr)
+    inverted = {place: settings._replace(inverted=place) for place in places}
+    others = {at: _with_both_results(each, command, gpu, found.ranks, quiet=True) for at, each in inverted.items()}
+    return found.or_larger(others)
