@@ -164,7 +164,7 @@ class GenerationPasses:
 
         def call(inputs: dict[str, Any]) -> Tensor:
             with staying_gathered(model):
-                tokens: Tensor = generate(**inputs)
+                tokens: Tensor = generate(**inputs, synced_gpus=False)
             return tokens
 
         one_token = copy.deepcopy(config)
