@@ -22,17 +22,23 @@ from torch.nn.utils.rnn import pad_sequence
 
 from torchtune_adaptive.engine.fsdp import FSDPModule, groups_of
 from torchtune_adaptive.engine.limits import RowLimit
-from torchtune_adaptive.engine.ranks import rank
+from torchtune_adaptive.engine.probes import TrainingStep, find_max_batch_size
+from torchtune_adaptive.engine.ranks import from_all_ranks, rank, world_size
 from torchtune_adaptive.engine.results import Totals
 from torchtune_adaptive.engine.snapshot import override_attributes
 from torchtune_adaptive.engine.step import SampleKind, StepRunner
-from torchtune_adaptive.errors import LimitExhaustedError
+from torchtune_adaptive.errors import ConfigError, LimitExhaustedError
+from torchtune_adaptive.hf.samples import GeneratedRow
 from torchtune_adaptive.hf.steps import Shared, only_fsdp_communicates
+from torchtune_adaptive.rehearsal_flag import REHEARSAL
+from torchtune_adaptive.report.tables import search_table
 
 logger = logging.getLogger(__name__)
 
 STATE = "adaptive_passes"
 """Key of the limits in `trainer_state.json`, under `stateful_callbacks`."""
+TOKENIZED = 256
+"""Number of prompts that are tokenized at once, to find the longest."""
 FILLER = -1
 """In place of the index of a row: a short row."""
 GENERATION, POLICY, REFERENCE = "generation", "log-probabilities", "reference log-probabilities"
@@ -47,6 +53,17 @@ class Pass(NamedTuple):
     """Tensors with a row per sample, and values that are the same for all rows."""
     short: dict[str, Any]
     """Of these values, those that a short row needs instead."""
+    longest: Callable[[int, int], dict[str, Any]] = lambda prompt, answer: {}
+    """Returns those that a row with the longest prompt and answer needs."""
+
+    def of_longest_row(self, prompt: int, answer: int) -> Pass:
+        """Return a pass over one row with this many tokens. One of them is masked, because attention may need less
+        memory without a mask."""
+        columns = torch.arange(prompt + answer).clamp(max=self.inputs["input_ids"].shape[1] - 1)
+        row = {name: value[:1, columns] if _has_rows(value) else value for name, value in self.inputs.items()}
+        row["attention_mask"] = torch.ones_like(row["input_ids"])
+        row["attention_mask"][:, 0] = 0
+        return self._replace(inputs=row | self.longest(prompt, answer))
 
     def of_rows(self, rows: Sequence[int]) -> Any:
         """Run the pass with these rows, or with the filler."""
@@ -64,6 +81,8 @@ class GenerationPasses:
     def __init__(self, trainer: Any, shared: Shared) -> None:
         self._trainer, self._shared = trainer, shared
         self._runners: dict[str, StepRunner[int]] = {}
+        self._first: dict[str, Pass] = {}
+        """The first pass of each stage, for a search."""
         self._results: list[Any] = []
         self._generates_gathered = True
         """False after all parameters of an FSDP2 model did not fit into memory at once."""
@@ -95,6 +114,42 @@ class GenerationPasses:
         """Delete the results of a failed attempt."""
         self._results.clear()
 
+    def find_longest(self, row: GeneratedRow) -> GeneratedRow:
+        """Collective: return this row with the longest prompt of the dataset, and the longest answer."""
+        unknown = ConfigError(
+            "samples are generated during training, so the longest is unknown: set per_device_train_batch_size"
+        )
+        if not hasattr(self._trainer, "max_completion_length"):
+            raise unknown
+        trainer, dataset = self._trainer, self._trainer.train_dataset
+        unit = getattr(trainer, "pad_to_multiple_of", None) or 1
+        prompt, answer = row.features["prompt_ids"].shape[1], trainer.max_completion_length
+        if hasattr(dataset, "__len__") and not (trainer._is_vlm or getattr(trainer, "environment_factories", None)):
+            # A rehearsal has one rank, which reads all samples.
+            mine = range(len(dataset)) if REHEARSAL.on else range(rank(), len(dataset), world_size())
+            for start in range(0, len(mine), TOKENIZED):
+                tokens, *_ = trainer._tokenize_prompts([dataset[i]["prompt"] for i in mine[start : start + TOKENIZED]])
+                prompt = max(prompt, *map(len, tokens))
+        self._longest = max(from_all_ranks(-(-prompt // unit) * unit)), -(-answer // unit) * unit
+        resized = row.resized(*self._longest).scored(1.0, targets=answer)
+        if resized.length != sum(self._longest):  # for example with images
+            raise unknown
+        resized.features["prompt_mask"][:, 0] = 0  # because attention may need less memory without a mask
+        return resized
+
+    def search(self, training: TrainingStep[Any]) -> None:
+        """Collective: search for the most rows of each pass, with the optimizer state of a training step in memory."""
+        for stage, runner in self._runners.items():
+            self._pass = self._first[stage].of_longest_row(*self._longest)
+            most_rows = len(self._first[stage].inputs["input_ids"])
+            step = TrainingStep(runner=runner, sample=0, update=None, optimizers=[], other_stages=[training])
+            found = find_max_batch_size(step, memory=self._shared.memory, max_rows=most_rows, round_to="none")
+            self._results.clear()
+            if rank() == 0:
+                print(search_table(found, step.length, stage), flush=True)
+            runner.use_limit(RowLimit(found.rows))
+        self._first.clear()
+
     def to_log(self) -> dict[str, float]:
         """Return the number of recoveries of each pass."""
         return {f"oom_recoveries/{stage}": runner.recoveries for stage, runner in self._runners.items()}
@@ -103,6 +158,7 @@ class GenerationPasses:
         """Collective: run a pass in pieces of at most `most_rows` rows, and return their results in order."""
         callbacks, self._pass = self._trainer.state.stateful_callbacks, work
         if (runner := self._runners.get(stage)) is None:
+            self._first[stage] = work
             kind = SampleKind[int](length_of=lambda _: self._pass.inputs["input_ids"].shape[1], filler=lambda _: FILLER)
             options: dict[str, Any] = {"limit": RowLimit(most_rows), "recovery": self._shared.recovery, "stage": stage}
             runner = self._runners[stage] = StepRunner(model, self._run_rows, kind=kind, **options)
@@ -139,7 +195,8 @@ class GenerationPasses:
             return log_probs
 
         stage, known = (REFERENCE, model) if model is self._trainer.ref_model else (POLICY, self._shared.model)
-        return torch.cat(self._run(stage, known, most_rows, Pass(call, inputs, {"logits_to_keep": 1}))), None, None
+        work = Pass(call, inputs, {"logits_to_keep": 1}, lambda _, answer: {"logits_to_keep": answer})
+        return torch.cat(self._run(stage, known, most_rows, work)), None, None
 
     def _in_pieces(self, number: int, reward_func: Any) -> Any:
         """Return a reward function that runs a reward model in pieces. Other reward functions stay as they are."""
@@ -167,9 +224,18 @@ class GenerationPasses:
                 tokens: Tensor = generate(**inputs, synced_gpus=False)
             return tokens
 
-        one_token = copy.deepcopy(config)
-        one_token.update(max_new_tokens=1, min_new_tokens=None)
-        work = Pass(call, inputs, {"generation_config": one_token})
+        def one_token(**changed: Any) -> dict[str, Any]:
+            short = copy.deepcopy(config)
+            short.update(max_new_tokens=1, min_new_tokens=None, **changed)
+            return {"generation_config": short}
+
+        def longest(prompt: int, _: int) -> dict[str, Any]:
+            """Fill the cache for prompt and answer in chunks as long as the prompt, instead of token by token."""
+            of_model = getattr(self._trainer.model, "generation_config", config).use_cache
+            grows = config.cache_implementation is None and (of_model if config.use_cache is None else config.use_cache)
+            return one_token(prefill_chunk_size=prompt if grows is not False else None)
+
+        work = Pass(call, inputs, one_token(), longest)
         try:
             pieces = self._run(GENERATION, model, len(inputs["input_ids"]), work)
         except LimitExhaustedError as error:
@@ -179,10 +245,9 @@ class GenerationPasses:
             if rank() == 0:
                 logger.warning("%s; from now on, each token gathers the parameters, without recovery", error.fact)
             return generate(**inputs)
-        rows = [row for piece in pieces for row in piece]
-        return (
-            pieces[0] if len(pieces) == 1 else pad_sequence(rows, batch_first=True, padding_value=config.pad_token_id)
-        )
+        if len(pieces) == 1:
+            return pieces[0]
+        return pad_sequence([*chain(*pieces)], batch_first=True, padding_value=config.pad_token_id)
 
 
 @contextmanager

@@ -122,17 +122,22 @@ class GeneratedRow(RawSample):
     def shortened(self, tokens: int) -> RawSample:
         """Return a copy with the last tokens of the prompt and the first ones of the answer, or this row if it has
         unknown tensors."""
-        prompt, answer = (self.features[name].shape[1] for name in ("prompt_ids", "completion_ids"))
-        cut = {}
+        return self.resized(*(min(tokens, self.features[name].shape[1]) for name in ("prompt_ids", "completion_ids")))
+
+    def resized(self, prompt: int, answer: int) -> GeneratedRow:
+        """Return a copy with the last tokens of the prompt and the first ones of the answer. If these are fewer, repeat
+        tokens at the edge. Return this row if it has unknown tensors."""
+        before, after = (self.features[name].shape[1] for name in ("prompt_ids", "completion_ids"))
+        changed = {}
         for name, value in self.features.items():
-            columns = value.shape[1] if value.dim() == 2 else 1
-            if "prompt" in name and columns == prompt:
-                cut[name] = value[:, -tokens:]
-            elif columns == answer:
-                cut[name] = value[:, :tokens]
+            columns = value.shape[1] if value.dim() == 2 else 0
+            if "prompt" in name and columns == before:
+                changed[name] = value[:, torch.arange(before - prompt, before).clamp(min=0)]
+            elif columns == after:
+                changed[name] = value[:, torch.arange(answer).clamp(max=after - 1)]
             elif columns > 1 or value.dim() > 2:
                 return self
-        return replace(self, features={**self.features, **cut})
+        return replace(self, features={**self.features, **changed})
 
     def scored(self, advantage: float, targets: int) -> RawSample:
         """Return a copy with this advantage, in which only the first `targets` tokens count in the loss."""

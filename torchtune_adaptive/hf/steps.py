@@ -434,12 +434,10 @@ class OptimizerSteps:
         """Collective: search for the largest microbatch, and return its limit."""
         if self.memory is None:
             raise ConfigError("a CPU has no memory limit to search within; set memory_limit, for example 4GiB")
-        if isinstance(self._samples[0], GeneratedRow):
-            raise ConfigError(
-                "samples are generated during training, so the longest is unknown: set per_device_train_batch_size"
-            )
         samples, loader, length = self._samples, self.trainer.callback_handler.train_dataloader, attrgetter("length")
-        if hasattr(loader.dataset, "__len__"):
+        if isinstance(samples[0], GeneratedRow):
+            largest = [self.trainer._passes.find_longest(samples[0])]
+        elif hasattr(loader.dataset, "__len__"):
             collated = bool(self._media) or any(from_all_ranks(any(each.collated_lengths for each in samples)))
             workers = self.trainer.args.dataloader_num_workers
             indices = indices_of_largest(loader.dataset, loader.collate_fn, workers, collated=collated)
@@ -450,9 +448,11 @@ class OptimizerSteps:
             largest = [max(from_all_ranks(max(samples, key=length)), key=length)]
         # Measure two candidates: the longest sample with copies of that with the largest images, and only such copies.
         found = min((self._find_rows(first, largest[-1]) for first in largest), key=attrgetter("unrounded_rows"))
-        self.memory.reset_peak()  # the next peak decides whether steps reduce gradients once
         if rank() == 0:
             print(search_table(found, largest[0].length), flush=True)
+        if isinstance(samples[0], GeneratedRow):
+            self.trainer._passes.search(self._training_step(largest[0]))
+        self.memory.reset_peak()  # the next peak decides whether steps reduce gradients once
         if self.trainer.adaptive.token_budget != "auto" or self._media:  # memory is not proportional to tokens
             return RowLimit(found.rows)
         rows_per_sample = len(largest[0].row_lengths)
@@ -463,18 +463,14 @@ class OptimizerSteps:
         first, others = copy.copy(first.with_targets()), others.with_targets()
         # Without padding, transformers may drop the attention mask, and need less memory than in training.
         has_padding = any(from_all_ranks(len({each.length for each in self._samples}) > 1))
+        has_padding &= not isinstance(first, GeneratedRow)  # which has a masked token
         self._probed = first, others.shortened(others.length - 1) if has_padding else others, others
-        return find_max_batch_size(
-            TrainingStep(
-                runner=self.runner,
-                sample=first,
-                update=lambda _: self.optimizer.step(),
-                optimizers=[self.optimizer],
-            ),
-            memory=self.memory,
-            whole_step_rows=len(self._samples),
-            max_rows=len(self._samples),
-        )
+        step, rows = self._training_step(first), len(self._samples)
+        return find_max_batch_size(step, memory=self.memory, whole_step_rows=rows, max_rows=rows)
+
+    def _training_step(self, sample: RawSample) -> TrainingStep[Any]:
+        update, optimizers = (lambda _: self.optimizer.step()), [self.optimizer]
+        return TrainingStep(runner=self.runner, sample=sample, update=update, optimizers=optimizers)
 
 
 def warn_without_recovery(reason: str) -> None:
