@@ -14,7 +14,6 @@ import pytest
 
 pytest.importorskip("trl")
 
-import torch
 
 from tests.fault_injection import FaultInjector
 from tests.hf.test_trainers import RANKS, even_words, of_metrics, texts, tiny_reward_model, tokenizer

@@ -107,7 +107,7 @@ class GenerationPasses:
             stack.enter_context(override_attributes(trainer, **changed))
             if not (trainer._is_vlm or getattr(trainer, "tools", None) or getattr(trainer, "rollout_func", None)):
                 model = trainer.accelerator.unwrap_model(trainer.model_wrapped)
-                stack.enter_context(override_attributes(model, generate=partial(self._generate, model.generate)))
+                stack.enter_context(override_attributes(model, generate=partial(self._generate, model, model.generate)))
             yield
 
     def begin_attempt(self) -> None:
@@ -212,7 +212,7 @@ class GenerationPasses:
         stand_in.forward = run
         return stand_in
 
-    def _generate(self, generate: Callable[..., Any], **inputs: Any) -> Any:
+    def _generate(self, policy: Any, generate: Callable[..., Any], **inputs: Any) -> Any:
         """Collective: transformers' `generate`. Under FSDP2, each piece gathers all parameters once, because the number
         of tokens may differ between ranks. If these do not fit, parameters are gathered for each token, as in TRL."""
         model, config = self._shared.model, inputs["generation_config"]
@@ -220,7 +220,7 @@ class GenerationPasses:
             return generate(**inputs)
 
         def call(inputs: dict[str, Any]) -> Tensor:
-            with staying_gathered(model):
+            with staying_gathered(model), without_checkpointing(policy, self._trainer.args):
                 tokens: Tensor = generate(**inputs, synced_gpus=False)
             return tokens
 
@@ -257,6 +257,20 @@ def staying_gathered(model: nn.Module) -> Iterator[None]:
         for group in groups_of(model) if isinstance(model, FSDPModule) else ():
             stack.enter_context(override_attributes(group, post_forward_mesh_info=None))
         yield
+
+
+@contextmanager
+def without_checkpointing(model: Any, args: Any) -> Iterator[None]:
+    """Within the context, activations are not checkpointed, which would switch off the cache of `generate`. TRL does
+    the same around its own generation, but not around a probe."""
+    if not model.is_gradient_checkpointing:
+        yield
+        return
+    model.gradient_checkpointing_disable()
+    try:
+        yield
+    finally:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=args.gradient_checkpointing_kwargs)
 
 
 def _has_rows(value: Any) -> bool:

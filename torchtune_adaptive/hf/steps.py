@@ -223,6 +223,8 @@ class OptimizerSteps:
             first, last, other = self._probed
             samples = [first, *[other] * (len(samples) - 2), last][: len(samples)]
         kept = self._batches.pop(tuple(map(id, samples)), None)
+        if self.runner.limit.by_length and isinstance(samples[0], GeneratedRow):
+            kept = None  # padding after the longest answer would exceed the limit
         batch = self._with_all_media(kept) if kept else self._collated(samples)
         counts = Counts() if samples[0] is self._filler else batch.counts
         weight = 1.0 if samples[0] is not self._filler else 0.0
@@ -287,7 +289,8 @@ class OptimizerSteps:
         self.metrics.discard_step()
         self._attempts += 1
         batches = [{self._batch_of[id(self._samples[index])] for index in rows} for rows in plan]
-        self._keeps_batches = all(len(each) <= 1 for each in batches)
+        # Under a limit by length, the plans of ranks differ, but the check below is collective.
+        self._keeps_batches = not self.runner.limit.by_length and all(len(each) <= 1 for each in batches)
         if self._keeps_batches and len(plan) == self._batches_per_step:
             return  # each microbatch is a batch
         step, known = self.trainer.state.global_step + 1, self._reduction is not None
