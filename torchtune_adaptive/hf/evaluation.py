@@ -34,6 +34,8 @@ from torchtune_adaptive.hf.steps import (
     remember_random_state,
 )
 
+EVALUATION = "evaluation"
+"""The name of the stage."""
 CANNOT_SPLIT = "out of memory in evaluation, and the batch cannot be split"
 REMEDY = "lower per_device_eval_batch_size"
 
@@ -117,9 +119,8 @@ class Evaluator:
         trainer = self.trainer
         if self._runner is not None:
             return self._runner
-        if trainer._steps is not None:
-            model, recovery = trainer._steps.model, trainer._steps.runner.recovery
-            memory = trainer._steps.memory
+        if (shared := trainer._shared) is not None:
+            model, recovery, memory = shared.model, shared.recovery, shared.memory
         else:
             models, regrow_after = [model, *other_models(trainer, [*model.parameters()])], trainer.adaptive.regrow_after
             try:
@@ -131,7 +132,7 @@ class Evaluator:
             memory = self._evaluation_stack.enter_context(enforced_memory_limit(trainer, models))
         kind = SampleKind[int](length_of=lambda row: self._samples[row].length, filler=lambda row: row)
         limit = RowLimit(max(len(batch.samples), trainer.args.eval_batch_size))
-        self._runner = StepRunner(model, self._forward, kind=kind, limit=limit, recovery=recovery, stage="evaluation")
+        self._runner = StepRunner(model, self._forward, kind=kind, limit=limit, recovery=recovery, stage=EVALUATION)
         self._runner.trains = False
         self._runner.measure_memory(memory)
         if self._limit is not None:

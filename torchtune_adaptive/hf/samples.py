@@ -37,7 +37,8 @@ class RawSample:
 
     features: Any
     collated_lengths: Sequence[int] = ()
-    """The number of tokens of each row after collation, if the data collator makes or adds tokens."""
+    """The number of tokens of each row after collation, if the data collator makes or adds tokens; for a generated row,
+    without padding after its answer."""
 
     @property
     def row_lengths(self) -> Sequence[int]:
@@ -114,25 +115,37 @@ class GeneratedRow(RawSample):
                     f"a batch from _prepare_inputs cannot be split: {name!r} does not have one row per completion; "
                     "return tensors with one row per completion, or scalars"
                 )
+        lengths: list[list[int]] = [[]] * rows
+        if {"prompt_ids", "completion_mask"} <= tensors.keys() and not REHEARSAL.on:  # which knows no values
+            prompt, mask = tensors["prompt_ids"].shape[1], tensors["completion_mask"] != 0
+            answers = (mask * torch.arange(1, mask.shape[1] + 1, device=mask.device)).amax(1)
+            lengths = [[prompt + max(1, answer)] for answer in answers.tolist()]
         return [
-            GeneratedRow({name: value[row : row + 1] if value.dim() else value for name, value in tensors.items()})
-            for row in range(rows)
+            GeneratedRow(
+                {name: value[row : row + 1] if value.dim() else value for name, value in tensors.items()}, length
+            )
+            for row, length in enumerate(lengths)
         ]
 
     def shortened(self, tokens: int) -> RawSample:
         """Return a copy with the last tokens of the prompt and the first ones of the answer, or this row if it has
         unknown tensors."""
-        prompt, answer = (self.features[name].shape[1] for name in ("prompt_ids", "completion_ids"))
-        cut = {}
+        return self.resized(*(min(tokens, self.features[name].shape[1]) for name in ("prompt_ids", "completion_ids")))
+
+    def resized(self, prompt: int, answer: int) -> GeneratedRow:
+        """Return a copy with the last tokens of the prompt and the first ones of the answer. If these are fewer, repeat
+        tokens at the edge. Return this row if it has unknown tensors."""
+        before, after = (self.features[name].shape[1] for name in ("prompt_ids", "completion_ids"))
+        changed = {}
         for name, value in self.features.items():
-            columns = value.shape[1] if value.dim() == 2 else 1
-            if "prompt" in name and columns == prompt:
-                cut[name] = value[:, -tokens:]
-            elif columns == answer:
-                cut[name] = value[:, :tokens]
+            columns = value.shape[1] if value.dim() == 2 else 0
+            if "prompt" in name and columns == before:
+                changed[name] = value[:, torch.arange(before - prompt, before).clamp(min=0)]
+            elif columns == after:
+                changed[name] = value[:, torch.arange(answer).clamp(max=after - 1)]
             elif columns > 1 or value.dim() > 2:
                 return self
-        return replace(self, features={**self.features, **cut})
+        return replace(self, features={**self.features, **changed}, collated_lengths=())
 
     def scored(self, advantage: float, targets: int) -> RawSample:
         """Return a copy with this advantage, in which only the first `targets` tokens count in the loss."""
@@ -171,13 +184,17 @@ class CollatedBatch:
 
     @staticmethod
     def of(samples: Sequence[RawSample], collate: Callable[[list[Any]], Any]) -> CollatedBatch:
-        """Collate samples with the collator of their data loader; concatenate generated rows."""
+        """Collate samples with the collator of their data loader. Concatenate generated rows, without the padding after
+        the longest answer."""
         features = [copied(sample.features) for sample in samples]
         if isinstance(samples[0], GeneratedRow):
             rows = {
                 name: torch.cat([row[name] for row in features]) if value.dim() else value
                 for name, value in features[0].items()
             }
+            if samples[0].collated_lengths:
+                prompt, longest = rows["prompt_ids"].shape[1], max(sample.length for sample in samples)
+                rows = GeneratedRow(rows).resized(prompt, longest - prompt).features
             return CollatedBatch(samples, Counts.of_rows(len(samples)), rows)
         inputs = collate(features)
         batch: CollatedBatch = inputs.pop(SAMPLES_KEY)

@@ -79,22 +79,44 @@ COUNTERS = ("_metrics", "_total_train_tokens", "custom_metrics")
 """Attributes that compute_loss updates in TRL's and ms-swift's trainers; they are restored for a repeated step."""
 
 
+class Shared:
+    """What all passes of one `Trainer.train()` share."""
+
+    def __init__(self, trainer: Any, model: nn.Module, stack: ExitStack) -> None:
+        """Collective: call this in the first step. The stack is closed at the end of `train()`."""
+        adaptive, self.model = trainer.adaptive, _unwrap_ddp(model, trainer.accelerator)
+        self.optimizer: torch.optim.Optimizer = trainer.optimizer.optimizer  # inside accelerate's wrapper
+        self.trained = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+        self.searches = adaptive.use_maximum_batch_size or adaptive.token_budget == "auto"
+        self.splits_batches = self.searches or adaptive.token_budget is not None
+        """True if the configuration requires microbatches that are not batches of the data loader."""
+        models = [self.model, *other_models(trainer, self.trained)]
+        options = {"regrow_after": adaptive.regrow_after, "on_attempt": trainer._begin_attempt}
+        try:
+            self.recovery = Recovery(*models, enabled=adaptive.recover_from_oom, **options)
+        except RecoveryUnsupportedError as error:
+            if self.splits_batches:
+                raise
+            warn_without_recovery(error.fact)
+            self.recovery = Recovery(*models, enabled=False, **options)
+        stack.callback(self.recovery.close)
+        self.memory = stack.enter_context(enforced_memory_limit(trainer, models, [self.optimizer]))
+
+
 class OptimizerSteps:
     """Runs the optimizer steps of a Trainer."""
 
     def __init__(
-        self, trainer: Any, model: nn.Module, batches: Sequence[CollatedBatch], num_items: Any, stack: ExitStack
+        self, trainer: Any, model: nn.Module, batches: Sequence[CollatedBatch], num_items: Any, shared: Shared
     ) -> None:
         """Collective: check collator and loss, and search if configured. Call this in the first step of `train()`."""
-        self.trainer, adaptive = trainer, trainer.adaptive
-        self.model = _unwrap_ddp(model, trainer.accelerator)
+        self.trainer, adaptive, self._shared = trainer, trainer.adaptive, shared
+        self.model, self.optimizer, self.memory = shared.model, shared.optimizer, shared.memory
         self._wrapped: Any = getattr(model, "_orig_mod", model)  # accelerate applies torch.compile to the DDP module
-        self.optimizer: torch.optim.Optimizer = trainer.optimizer.optimizer  # inside accelerate's wrapper
         self._kept_gradients: list[tuple[Tensor, Tensor]] = []
         """Parameters and their gradients from an incomplete step; see `keep_gradients`."""
         self._ended_at_step: int | None = None
-        trained = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
-        self._outside = {*trained, *_parameters_of(trainer)}.difference(self.model.parameters())
+        self._outside = {*shared.trained, *_parameters_of(trainer)}.difference(self.model.parameters())
         """Parameters outside the model that compute_loss may train; the engine does not reset their gradients."""
         self._media = {*chain(*from_all_ranks([name for batch in batches for name in media_in(batch.inputs)]))}
         """The keys of inputs with images or audio, such as `pixel_values`, in the first step of any rank."""
@@ -118,38 +140,25 @@ class OptimizerSteps:
         twice = self._collated(self._samples[:1] * 2).inputs
         padded = "input_ids" not in twice or len(twice["input_ids"]) > 1  # otherwise, the collator concatenates
         budget, rows_per_sample = adaptive.token_budget, len(self._samples[0].row_lengths)
-        models = [self.model, *other_models(trainer, trained)]
         kind = SampleKind[Any](
             length_of=attrgetter("length"),
             row_lengths_of=attrgetter("row_lengths"),
             filler=lambda _: self._filler,
             padded=padded,
         )
-        searches = adaptive.use_maximum_batch_size or budget == "auto"
-        self._splits_batches = searches or budget is not None
-        """True if the configuration requires microbatches that are not batches of the data loader."""
-        options = {"regrow_after": adaptive.regrow_after, "on_attempt": self._begin_attempt}
-        try:
-            recovery = Recovery(*models, enabled=adaptive.recover_from_oom, **options)
-        except RecoveryUnsupportedError as error:
-            if self._splits_batches:
-                raise
-            self._warn(error.fact)
-            recovery = Recovery(*models, enabled=False, **options)
+        recovery = shared.recovery
         rows = trainer.args.per_device_train_batch_size
         limit = TokenLimit(budget, rows_per_sample) if isinstance(budget, int) else RowLimit(rows)
         self.runner = StepRunner(
             self.model, self._forward_backward, kind=kind, limit=limit, recovery=recovery, reduce_once=True
         )
-        stack.callback(self.runner.close)
-        self.memory = stack.enter_context(enforced_memory_limit(trainer, models, [self.optimizer]))
         self._checker = StepRunner(
             self.model, self._check, kind=kind, limit=RowLimit(2), recovery=recovery, stage="check of the loss"
         )
         self._checker.trains = False
-        if recovery.enabled or self._splits_batches:
+        if recovery.enabled or shared.splits_batches:
             self._check_first_step(batches[0], rows)
-        if searches:
+        if shared.searches:
             self.runner.use_limit(self._search())
         self._restore()
         for runner in (self.runner, self._checker):
@@ -214,6 +223,8 @@ class OptimizerSteps:
             first, last, other = self._probed
             samples = [first, *[other] * (len(samples) - 2), last][: len(samples)]
         kept = self._batches.pop(tuple(map(id, samples)), None)
+        if self.runner.limit.by_length and isinstance(samples[0], GeneratedRow):
+            kept = None  # padding after the longest answer would exceed the limit
         batch = self._with_all_media(kept) if kept else self._collated(samples)
         counts = Counts() if samples[0] is self._filler else batch.counts
         weight = 1.0 if samples[0] is not self._filler else 0.0
@@ -271,17 +282,15 @@ class OptimizerSteps:
     def _without_other_collectives(self) -> AbstractContextManager[None]:
         return only_fsdp_communicates(self.trainer, self.model, generated=isinstance(self._samples[0], GeneratedRow))
 
-    def _begin_attempt(self, stage: str, _: int, plan: Plan) -> None:
+    def begin_attempt(self, plan: Plan) -> None:
         """Collective: restore the state before an attempt. If it splits batches of the data loader, check the
         loss: after an out-of-memory error, and in the first, 16th, 256th and so on of these steps."""
-        if stage:
-            self.trainer._evaluator.begin_attempt()
-            return
         self._restore()
         self.metrics.discard_step()
         self._attempts += 1
         batches = [{self._batch_of[id(self._samples[index])] for index in rows} for rows in plan]
-        self._keeps_batches = all(len(each) <= 1 for each in batches)
+        # Under a limit by length, the plans of ranks differ, but the check below is collective.
+        self._keeps_batches = not self.runner.limit.by_length and all(len(each) <= 1 for each in batches)
         if self._keeps_batches and len(plan) == self._batches_per_step:
             return  # each microbatch is a batch
         step, known = self.trainer.state.global_step + 1, self._reduction is not None
@@ -322,14 +331,10 @@ class OptimizerSteps:
         if reason in (None, CHECK_FAILED):  # the check is repeated before the first attempt that splits batches
             self.runner.recovers &= reason is None  # otherwise, the limit stays until memory runs out
             return
-        if self._splits_batches:
+        if self._shared.splits_batches:
             raise ConfigError(reason)
         self.runner.recovers, self.runner.cannot_repeat = False, reason
-        self._warn(reason)
-
-    def _warn(self, reason: str) -> None:
-        if rank() == 0:
-            logger.warning("training continues without recovery, so an out-of-memory error ends it: %s", reason)
+        warn_without_recovery(reason)
 
     def _find_reduction(self) -> str | None:
         """Collective: find out how the losses of microbatches add up. Return None, or the reason why a step cannot be
@@ -432,12 +437,10 @@ class OptimizerSteps:
         """Collective: search for the largest microbatch, and return its limit."""
         if self.memory is None:
             raise ConfigError("a CPU has no memory limit to search within; set memory_limit, for example 4GiB")
-        if isinstance(self._samples[0], GeneratedRow):
-            raise ConfigError(
-                "samples are generated during training, so the longest is unknown: set per_device_train_batch_size"
-            )
         samples, loader, length = self._samples, self.trainer.callback_handler.train_dataloader, attrgetter("length")
-        if hasattr(loader.dataset, "__len__"):
+        if isinstance(samples[0], GeneratedRow):
+            largest = [self.trainer._passes.find_longest(samples[0])]
+        elif hasattr(loader.dataset, "__len__"):
             collated = bool(self._media) or any(from_all_ranks(any(each.collated_lengths for each in samples)))
             workers = self.trainer.args.dataloader_num_workers
             indices = indices_of_largest(loader.dataset, loader.collate_fn, workers, collated=collated)
@@ -448,9 +451,11 @@ class OptimizerSteps:
             largest = [max(from_all_ranks(max(samples, key=length)), key=length)]
         # Measure two candidates: the longest sample with copies of that with the largest images, and only such copies.
         found = min((self._find_rows(first, largest[-1]) for first in largest), key=attrgetter("unrounded_rows"))
-        self.memory.reset_peak()  # the next peak decides whether steps reduce gradients once
         if rank() == 0:
             print(search_table(found, largest[0].length), flush=True)
+        if isinstance(samples[0], GeneratedRow):
+            self.trainer._passes.search(self._training_step(largest[0]))
+        self.memory.reset_peak()  # the next peak decides whether steps reduce gradients once
         if self.trainer.adaptive.token_budget != "auto" or self._media:  # memory is not proportional to tokens
             return RowLimit(found.rows)
         rows_per_sample = len(largest[0].row_lengths)
@@ -461,18 +466,20 @@ class OptimizerSteps:
         first, others = copy.copy(first.with_targets()), others.with_targets()
         # Without padding, transformers may drop the attention mask, and need less memory than in training.
         has_padding = any(from_all_ranks(len({each.length for each in self._samples}) > 1))
+        has_padding &= not isinstance(first, GeneratedRow)  # which has a masked token
         self._probed = first, others.shortened(others.length - 1) if has_padding else others, others
-        return find_max_batch_size(
-            TrainingStep(
-                runner=self.runner,
-                sample=first,
-                update=lambda _: self.optimizer.step(),
-                optimizers=[self.optimizer],
-            ),
-            memory=self.memory,
-            whole_step_rows=len(self._samples),
-            max_rows=len(self._samples),
-        )
+        step, rows = self._training_step(first), len(self._samples)
+        return find_max_batch_size(step, memory=self.memory, whole_step_rows=rows, max_rows=rows)
+
+    def _training_step(self, sample: RawSample) -> TrainingStep[Any]:
+        update, optimizers = (lambda _: self.optimizer.step()), [self.optimizer]
+        return TrainingStep(runner=self.runner, sample=sample, update=update, optimizers=optimizers)
+
+
+def warn_without_recovery(reason: str) -> None:
+    """Log on rank 0 why recovery is off."""
+    if rank() == 0:
+        logger.warning("training continues without recovery, so an out-of-memory error ends it: %s", reason)
 
 
 @contextmanager
@@ -560,10 +567,11 @@ def remember_attributes(*owners: Any) -> Callable[[], None]:
 
 
 def other_models(trainer: Any, trained: Sequence[Tensor]) -> list[nn.Module]:
-    """Return the frozen models that the Trainer runs, such as DPO's reference model."""
-    modules = {name: each for name, each in vars(trainer).items() if isinstance(each, nn.Module)}
+    """Return the frozen models that the Trainer runs, such as a reference model or a reward model."""
+    rewards = dict(enumerate(getattr(trainer, "reward_funcs", None) or ()))
+    modules = {name: each for name, each in {**vars(trainer), **rewards}.items() if isinstance(each, nn.Module)}
     models = {name: each for name, each in modules.items() if {*trained}.isdisjoint(each.parameters())}
-    for name in models.keys() & {"ref_model", "teacher_model"}:  # TRL leaves requires_grad set
+    for name in models.keys() & {"ref_model", "teacher_model", *rewards}:  # TRL leaves requires_grad set
         models[name].requires_grad_(False)
     return [each for each in models.values() if not any(parameter.requires_grad for parameter in each.parameters())]
 

@@ -23,17 +23,20 @@ from transformers import Trainer
 from transformers.trainer import TRAINER_STATE_NAME
 
 from torchtune_adaptive.arguments import AdaptiveArguments
+from torchtune_adaptive.engine.fsdp import FSDPModule
 from torchtune_adaptive.engine.oom import fatal_on_oom
+from torchtune_adaptive.engine.plans import Plan
 from torchtune_adaptive.engine.ranks import from_all_ranks, rank
 from torchtune_adaptive.engine.snapshot import override_attributes
 from torchtune_adaptive.errors import AdaptiveError, CheckpointError, ConfigError, RecoveryUnsupportedError, Remedy
 from torchtune_adaptive.failed_writes import cause_of_failed_write, python_opens_files
 from torchtune_adaptive.hf.checkpoints import newest_complete
-from torchtune_adaptive.hf.evaluation import Evaluator
+from torchtune_adaptive.hf.evaluation import EVALUATION, Evaluator
 from torchtune_adaptive.hf.losses import Counts
+from torchtune_adaptive.hf.passes import GenerationPasses
 from torchtune_adaptive.hf.remedies import REMEDIES_AS_ARGUMENTS
 from torchtune_adaptive.hf.samples import SAMPLES_KEY, CollatedBatch, GeneratedRow, KeepSamples
-from torchtune_adaptive.hf.steps import OptimizerSteps
+from torchtune_adaptive.hf.steps import OptimizerSteps, Shared
 
 if TYPE_CHECKING:
     Base = Trainer
@@ -78,7 +81,9 @@ class AdaptiveMixin(Base):
         if not isinstance(adaptive, AdaptiveArguments | None):
             raise ConfigError(f"adaptive is a {type(adaptive).__name__}: pass AdaptiveArguments(...)")
         self.adaptive = adaptive or replace(self.default_arguments)
+        self._shared: Shared | None = None
         self._steps: OptimizerSteps | None = None
+        self._passes: GenerationPasses | None = None
         self._batches: list[CollatedBatch] | None = None
         """The batches of the current step; None outside of train()."""
         self._evaluator = Evaluator(self)
@@ -95,7 +100,7 @@ class AdaptiveMixin(Base):
                 return super().train(resume_from_checkpoint, *args, **kwargs)
             finally:
                 self._evaluator.close()
-                self._steps = self._batches = None
+                self._shared = self._steps = self._passes = self._batches = None
 
     @contextmanager
     def _explaining_errors(self) -> Iterator[None]:
@@ -198,7 +203,11 @@ class AdaptiveMixin(Base):
             collected.append(batch)
         elif type(self)._prepare_inputs is not Trainer._prepare_inputs:  # a trainer that generates
             model.train()
-            inputs = self._prepare_inputs(inputs)
+            if isinstance(unwrapped := getattr(model, "_orig_mod", model), FSDPModule):
+                unwrapped.set_requires_gradient_sync(True)  # accelerate delays this, but no backward runs before
+            self._passes = self._passes or GenerationPasses(self, self._share(model))
+            with self._passes.recovering():
+                inputs = self._prepare_inputs(inputs)
             rows = GeneratedRow.all_of(inputs)
             collected.append(CollatedBatch(rows, Counts.of_rows(len(rows)), inputs))
         else:
@@ -218,6 +227,22 @@ class AdaptiveMixin(Base):
             self._steps.keep_gradients()
         return loss
 
+    def _share(self, model: nn.Module) -> Shared:
+        """Collective in the first call of `train()`: return what its passes share."""
+        self._shared = self._shared or Shared(self, model, self._training_stack)
+        return self._shared
+
+    def _begin_attempt(self, stage: str, _: int, plan: Plan) -> None:
+        """Collective: restore the state before an attempt at a pass."""
+        if stage == EVALUATION:
+            self._evaluator.begin_attempt()
+        elif stage:
+            assert self._passes is not None
+            self._passes.begin_attempt()
+        else:
+            assert self._steps is not None
+            self._steps.begin_attempt(plan)
+
     def _run_collected(self, collected: list[CollatedBatch], model: nn.Module, num_items: Any) -> Tensor:
         """Collective: run the collected batches of a step; if the epoch ends within the step, these are not all."""
         self._batches = None
@@ -229,7 +254,7 @@ class AdaptiveMixin(Base):
                 "backward, which a repeated step would not call again; add the loss of this call in compute_loss"
             )
         if self._steps is None:
-            self._steps = OptimizerSteps(self, model, collected, num_items, self._training_stack)
+            self._steps = OptimizerSteps(self, model, collected, num_items, self._share(model))
         return self._steps.run(collected, num_items)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
@@ -257,6 +282,7 @@ class AdaptiveMixin(Base):
         """Log. If `logs` contain a training loss, this is collective, and adds recoveries and the microbatch limit."""
         if self._steps is not None and {"loss", "train_loss"} & logs.keys():
             added = self._steps.to_log()
+            added |= self._passes.to_log() if self._passes is not None else {}
             logs |= added if "loss" in logs else {}
         super().log(logs, *args, **kwargs)
 
