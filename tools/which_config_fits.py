@@ -22,6 +22,7 @@ from benchmarks.results import RESULTS, save
 from torchtune_adaptive.config.command_line import read_config
 from torchtune_adaptive.config.registry import FULL, FULL_DPO, LORA, LORA_DPO, NamedConfig, stock_configs
 from torchtune_adaptive.config.stand_ins import length_of
+from torchtune_adaptive.formatting import count_of
 from torchtune_adaptive.rehearse import rehearse
 from torchtune_adaptive.rehearse.gpus import GPUS
 from torchtune_adaptive.rehearse.sweep import SweepRow
@@ -87,7 +88,8 @@ def cell(answer: Mapping[str, Any] | None) -> str:
     if not answer["fits"]:
         return "no" if answer["fits"] is False else "no answer"
     rate = answer["tokens_per_second"]
-    return f"{answer['rows']} rows, {rate:,.0f}" if rate else f"{answer['rows']} rows"
+    rows = count_of(answer["rows"], "row")
+    return f"{rows}, {rate:,.0f}" if rate else rows
 
 
 def page(rows: Iterable[Mapping[str, Any]]) -> str:
@@ -116,7 +118,7 @@ def page(rows: Iterable[Mapping[str, Any]]) -> str:
     lines += [
         f"- {row['config']} ({KINDS[row['recipe']]}) on {name}: {each['verdict']}" for row, name, each in unanswered
     ]
-    lines += [f"- {each.name} ({KINDS[each.recipe]}): not yet, for want of time" for each in missing]
+    lines += [f"- {each.name} ({KINDS[each.recipe]}): not yet" for each in missing]
     return "\n".join(lines) + "\n"
 
 

@@ -25,6 +25,8 @@ GRACE_S = 10
 
 IDLE_S = 1
 """If the ranks make no call for these seconds, it is checked whether they wait for each other."""
+SLOW_S = 5
+"""If some of them do, but not all, the others may be slow. They get this time to reach their next call."""
 
 
 def fork_ranks(ranks: Sequence[int], folder: Path) -> tuple[int, Callable[[], None]]:
@@ -75,15 +77,16 @@ def _wait(running: dict[int, int], ranks: Sequence[int], finished: mmap, folder:
             record.write(json.dumps({"kind": "process", "status": code}) + "\n")
 
     until_s, size, idle_since = float("inf"), 0, time.monotonic()
-    checked = -1, 0
+    checked, waiting = (-1, 0), set[str]()
     while running:
         if (now := sum(path.stat().st_size for path in calls.glob("rank*"))) != size:
             size, idle_since = now, time.monotonic()
         names = [_name(ranks[at]) for at in running.values()]
-        hangs = False
-        if time.monotonic() > idle_since + IDLE_S and checked != (size, len(running)):
+        idle_s = time.monotonic() - idle_since
+        if idle_s > IDLE_S and checked != (size, len(running)):
             checked = size, len(running)
-            hangs = bool(Replay(calls, running=names).waiting)
+            waiting = {each.call.rank for each in Replay(calls, running=names).waiting}
+        hangs = idle_s > IDLE_S and bool(waiting) and (waiting >= {*names} or idle_s > SLOW_S)
         if hangs or time.monotonic() > until_s or all(finished[at] for at in running.values()):
             for process in [*running]:
                 os.kill(process, signal.SIGKILL)
