@@ -147,7 +147,7 @@ class GeneratedRow(RawSample):
                 return self
         return replace(self, features={**self.features, **changed}, collated_lengths=())
 
-    def scored(self, advantage: float, targets: int) -> RawSample:
+    def scored(self, advantage: float, targets: int) -> GeneratedRow:
         """Return a copy with this advantage, in which only the first `targets` tokens count in the loss."""
         mask, advantages = self.features["completion_mask"].clone(), self.features["advantages"]
         mask[:, :targets], mask[:, targets:] = 1, 0
