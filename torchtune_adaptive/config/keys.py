@@ -155,7 +155,7 @@ class AdaptiveConfig:
     `False`: end the run instead"""
     regrow_after: int = setting(COUNT_OR_0, 200)
     """raise a reduced limit by one size after this many steps without an out-of-memory error or a flush of the
-    allocator's cache. 0: never raise it"""
+    allocator's cache, or after an eighth of them if it was reduced soon after a search. 0: never raise it"""
     max_skipped_steps: int = setting(COUNT_OR_0, 10)
     """end the run, on all ranks, after more than this many consecutive steps with a NaN or infinite loss or gradient.
     Such a gradient never updates the weights"""
