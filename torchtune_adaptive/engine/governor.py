@@ -67,6 +67,7 @@ class LimitState(TypedDict):
     failed_tries: int
     quiet_steps: int
     before_growth: int | None
+    failed_early: bool
     recoveries: int
 
 
@@ -188,6 +189,7 @@ class Governor:
             "failed_tries": self._failed_tries,
             "quiet_steps": self._quiet_steps,
             "before_growth": self._size_before_growth,
+            "failed_early": self._failed_early,
             "recoveries": self.recoveries,
         }
 
@@ -199,7 +201,7 @@ class Governor:
         if state["unit"] != self.limit.unit:
             return
         self._failed_tries = state["failed_tries"]
-        self._quiet_steps = state["quiet_steps"]
+        self._quiet_steps, self._failed_early = state["quiet_steps"], state["failed_early"]
         self._size_before_growth = state["before_growth"] if self._regrow_after else None
         self._set_size(state["size"])
 

@@ -297,3 +297,13 @@ def test_resumed_governor_waits_according_to_its_own_regrow_after():
     change = resumed.completed(2, {})
     assert change is not None
     assert change.kind == GROWTH
+
+
+def test_resumed_governor_keeps_the_short_wait_of_a_limit_that_failed_soon_after_a_search():
+    before = Governor(RowLimit(8), regrow_after=80)
+    before.allow(RowLimit(8))
+    before.out_of_memory({0: MicrobatchSize(8, 16)}, step=1)
+    resumed = Governor(RowLimit(8), regrow_after=80)
+    resumed.restore(before.state())
+    changes = [resumed.completed(step, {}) for step in range(2, 12)]
+    assert [change is not None and change.kind == GROWTH for change in changes] == [step == 11 for step in range(2, 12)]
