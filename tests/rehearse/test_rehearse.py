@@ -1089,7 +1089,7 @@ def test_traceback_of_a_script_that_takes_no_step_is_printed(rehearse: Rehearse)
 def test_rehearsal_ends_after_the_requested_steps(rehearse: Rehearse) -> None:
     answer = rehearse(TRAINS, "--steps", "2", command=("train.py", "8", "8", "8"), json_format=False)
     assert answer.status == 0
-    assert "(2 steps)" in answer.found.splitlines()[0]
+    assert "in the first 2 steps" in answer.found.splitlines()[0]
     assert answer.printed.count("[8,") == 1  # the second step ends after its optimizer step
 
 
