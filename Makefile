@@ -92,7 +92,7 @@ test-gpu: $(READY)
 # compares TRL's trainers and PEFT's LoRA with and without this package; the environment has no torchtune, because PEFT
 # needs a newer torchao
 test-hf: $(VENV)/hf/ready
-	$(VENV)/hf/bin/python -m $(PYTEST) --dist load tests/hf/test_trainers.py
+	$(VENV)/hf/bin/python -m $(PYTEST) --dist load tests/hf/test_trainers.py tests/hf/test_generation.py
 
 $(VENV)/hf/ready: pyproject.toml constraints.txt | $(READY)
 	$(PYTHON) -m venv $(@D)

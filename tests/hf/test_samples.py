@@ -16,7 +16,7 @@ import torch
 
 from tests.hf.trainers import Counting, arguments, train
 from torchtune_adaptive.hf import AdaptiveArguments
-from torchtune_adaptive.hf.samples import CollatedBatch, KeepSamples, RawSample
+from torchtune_adaptive.hf.samples import CollatedBatch, GeneratedRow, KeepSamples, RawSample
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -88,3 +88,21 @@ def test_samples_that_cannot_be_pickled_are_an_error_of_the_worker(tmp_path: Pat
     settings = arguments(tmp_path, dataloader_num_workers=1, remove_unused_columns=False)
     with pytest.raises(TypeError, match=r"cannot pickle '_thread\.lock' object"):
         train(tmp_path, AdaptiveArguments(), train_dataset=data, arguments=settings)
+
+
+def test_padding_after_the_longest_answer_is_cut() -> None:
+    ids, mask = torch.arange(1, 16).reshape(3, 5), torch.tensor([[1, 1, 0, 0, 0], [1, 0, 0, 0, 0], [1, 1, 1, 1, 1]])
+    inputs = {"prompt_ids": ones(3, 2), "prompt_mask": ones(3, 2), "completion_ids": ids, "completion_mask": mask}
+    inputs |= {"advantages": torch.ones(3), "ref_per_token_logps": ids.float(), "num_items_in_batch": torch.tensor(8)}
+    rows = GeneratedRow.all_of(inputs)
+    assert [row.length for row in rows] == [4, 3, 7]
+    batch = CollatedBatch.of(rows[:2], lambda _: None)
+    assert batch.inputs["completion_ids"].shape == (2, 5)
+    assert batch.is_reproducible(lambda _: None)
+    cut = batch.without_padding().inputs
+    assert cut["completion_ids"].tolist() == ids[:2, :2].tolist()
+    assert cut["ref_per_token_logps"].shape == cut["completion_mask"].shape == (2, 2)
+    assert cut["prompt_ids"].shape == (2, 2)
+    longest = rows[0].resized(4, 6)
+    assert longest.length == 10
+    assert longest.features["completion_ids"].tolist() == [[1, 2, 3, 4, 5, 5]]

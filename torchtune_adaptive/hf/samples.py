@@ -184,21 +184,24 @@ class CollatedBatch:
 
     @staticmethod
     def of(samples: Sequence[RawSample], collate: Callable[[list[Any]], Any]) -> CollatedBatch:
-        """Collate samples with the collator of their data loader. Concatenate generated rows, without the padding after
-        the longest answer."""
+        """Collate samples with the collator of their data loader; concatenate generated rows."""
         features = [copied(sample.features) for sample in samples]
         if isinstance(samples[0], GeneratedRow):
             rows = {
                 name: torch.cat([row[name] for row in features]) if value.dim() else value
                 for name, value in features[0].items()
             }
-            if samples[0].collated_lengths:
-                prompt, longest = rows["prompt_ids"].shape[1], max(sample.length for sample in samples)
-                rows = GeneratedRow(rows).resized(prompt, longest - prompt).features
             return CollatedBatch(samples, Counts.of_rows(len(samples)), rows)
         inputs = collate(features)
         batch: CollatedBatch = inputs.pop(SAMPLES_KEY)
         return replace(batch, samples=samples, inputs=inputs)
+
+    def without_padding(self) -> CollatedBatch:
+        """Return the batch without the padding after the longest answer, if its rows were generated."""
+        if not isinstance(self.samples[0], GeneratedRow):
+            return self
+        prompt, longest = self.inputs["prompt_ids"].shape[1], max(sample.length for sample in self.samples)
+        return replace(self, inputs=GeneratedRow(self.inputs).resized(prompt, longest - prompt).features)
 
     def is_reproducible(self, collate: Callable[[list[Any]], Any]) -> bool:
         """Return True if collating the samples again gives the same batch. Waits for the device."""

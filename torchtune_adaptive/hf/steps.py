@@ -223,8 +223,6 @@ class OptimizerSteps:
             first, last, other = self._probed
             samples = [first, *[other] * (len(samples) - 2), last][: len(samples)]
         kept = self._batches.pop(tuple(map(id, samples)), None)
-        if self.runner.limit.by_length and isinstance(samples[0], GeneratedRow):
-            kept = None  # padding after the longest answer would exceed the limit
         batch = self._with_all_media(kept) if kept else self._collated(samples)
         counts = Counts() if samples[0] is self._filler else batch.counts
         weight = 1.0 if samples[0] is not self._filler else 0.0
@@ -236,6 +234,8 @@ class OptimizerSteps:
                 weight *= self._batches_per_step  # by which Trainer divides means
         if not weight:  # without targets, a mean loss is NaN, and NaN * 0 is NaN, so run the filler instead
             batch = self._collated([self._filler])
+        if self.runner.limit.by_length:
+            batch = batch.without_padding()  # which the limit does not count
         backward = self.trainer.accelerator.backward
 
         def weighted_backward(loss: Tensor, **kwargs: Any) -> None:
