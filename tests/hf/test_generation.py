@@ -10,16 +10,19 @@ from contextlib import ExitStack, redirect_stdout
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import pytest
+import torch.distributed as dist
 
 pytest.importorskip("trl")
 
 
+from tests.captured_logs import captured_log
 from tests.fault_injection import FaultInjector
 from tests.hf.test_trainers import RANKS, even_words, of_metrics, texts, tiny_reward_model, tokenizer
 from tests.ranks import run_on_ranks
-from torchtune_adaptive.hf import AdaptiveArguments, AdaptiveMixin
+from torchtune_adaptive.hf import AdaptiveArguments, AdaptiveMixin, passes
 
 pytestmark = pytest.mark.timeout(900)
 PASSES = ["generation", "log-probabilities", "reference log-probabilities", "reward model 1"]
@@ -195,6 +198,29 @@ def test_search_measures_each_pass_at_the_longest_prompt_and_answer(placement: s
     assert all(f" · {longest} tokens · " in line for line in tables), tables
     assert log["microbatch_rows"] in (4, 8)
     assert max(difference, metrics) < 1e-5
+
+
+def without_room_for_all_parameters() -> tuple[float, dict[str, float], list[str]]:
+    """Collective: train while rank 1 has no room to gather all parameters at once."""
+    from tests.hf.trainers import difference, train
+
+    base = base_of("RLOOTrainer", "FSDP2")
+    sizes = mock.patch.object(passes, "gathered_bytes", lambda _: [2**50 if dist.get_rank() == 1 else 1])
+    with tempfile.TemporaryDirectory() as name, captured_log("torchtune_adaptive") as lines:
+        folder, limited = Path(name), AdaptiveArguments(memory_limit="64MiB")
+        stock = train(folder, base=base, **options(folder, "RLOOTrainer", 3))
+        with sizes:
+            ours = train(folder, limited, base=base, **options(folder, "RLOOTrainer", 3))
+    return difference(ours, stock, least=1.0), ours.log[-1], [line for line in lines if "each token gathers" in line]
+
+
+def test_generation_gathers_for_each_token_if_all_parameters_do_not_fit_on_a_rank() -> None:
+    outcomes = run_on_ranks(2, without_room_for_all_parameters, in_group=False, timeout_s=100)
+    for difference, log, _ in outcomes:
+        assert difference < 1e-5
+        assert "oom_recoveries/log-probabilities" in log
+        assert "oom_recoveries/generation" not in log
+    assert [len(warned) for _, _, warned in outcomes] == [1, 0]
 
 
 @pytest.mark.parametrize("placement", ["DDP", "FSDP2"])

@@ -39,7 +39,7 @@ _TOUCHED: dict[Any, str] = {
     FSDPParamGroup: "_all_gather_comm _all_reduce_hook _module_fqn _partial_reduce_output _post_forward_indices "
     "_reduce_scatter_comm _sharded_state fsdp_params is_sharded mesh_info reduce_grads reshard_after_backward unshard",
     FSDPParam: "_extensions_data _sharded_local_tensor _unsharded_param all_gather_inputs grad_offload_event "
-    "sharded_param to_sharded unsharded_accumulated_grad",
+    "param_dtype sharded_param to_sharded unsharded_accumulated_grad",
     DDPMeshInfo: "mesh replicate_mesh_dim replicate_process_group shard_mesh_dim",
     AllGather.__call__: "async_op group input_tensor output_tensor",
     ReduceScatter.__call__: "async_op group input_tensor op output_tensor",
@@ -208,6 +208,18 @@ def _modules(root: Any) -> Iterator[FSDPModule]:
 def groups_of(root: Any) -> list[FSDPParamGroup]:
     """Return the parameter groups of a model."""
     return [group for module in _modules(root) for group in _groups(module)]
+
+
+def gathered_bytes(root: FSDPModule) -> list[int]:
+    """Return the bytes of each parameter group if it is gathered."""
+    cast(Any, root)._get_fsdp_state()._lazy_init()  # which sets the dtypes
+    return [
+        sum(
+            each.sharded_param.numel() * (each.param_dtype or each.sharded_param.dtype).itemsize
+            for each in group.fsdp_params
+        )
+        for group in groups_of(root)
+    ]
 
 
 def _groups(module: FSDPModule) -> list[FSDPParamGroup]:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
-from torchtune_adaptive.engine.fsdp import FSDPModule, groups_of
+from torchtune_adaptive.engine.fsdp import FSDPModule, gathered_bytes, groups_of
 from torchtune_adaptive.engine.limits import RowLimit
 from torchtune_adaptive.engine.probes import TrainingStep, find_max_batch_size
 from torchtune_adaptive.engine.ranks import from_all_ranks, rank, world_size
@@ -85,7 +85,7 @@ class GenerationPasses:
         """The first pass of each stage, for a search."""
         self._results: list[Any] = []
         self._generates_gathered = True
-        """False after all parameters of an FSDP2 model did not fit into memory at once."""
+        """False if all parameters of an FSDP2 model do not fit into memory at once, with one row."""
 
     @contextmanager
     def recovering(self) -> Iterator[None]:
@@ -216,6 +216,8 @@ class GenerationPasses:
         """Collective: transformers' `generate`. Under FSDP2, each piece gathers all parameters once, because the number
         of tokens may differ between ranks. If these do not fit, parameters are gathered for each token, as in TRL."""
         model, config = self._shared.model, inputs["generation_config"]
+        if isinstance(model, FSDPModule) and self._generates_gathered and not self._has_room_for_all_of(model):
+            self._do_not_gather("the parameters do not fit into memory at once")
         if not self._generates_gathered:
             return generate(**inputs)
 
@@ -241,13 +243,27 @@ class GenerationPasses:
         except LimitExhaustedError as error:
             if not isinstance(model, FSDPModule):
                 raise
-            self._generates_gathered = False
-            if rank() == 0:
-                logger.warning("%s; from now on, each token gathers the parameters, without recovery", error.fact)
+            self._do_not_gather(error.fact)
             return generate(**inputs)
         if len(pieces) == 1:
             return pieces[0]
         return pad_sequence([*chain(*pieces)], batch_first=True, padding_value=config.pad_token_id)
+
+    def _has_room_for_all_of(self, model: FSDPModule) -> bool:
+        """Collective: return True if every rank can gather all parameters, and can then copy the largest group.
+
+        Otherwise, a rank that runs out of memory could not even issue the collectives of its peers.
+        """
+        if (memory := self._shared.memory) is None:
+            return True
+        memory.reset_peak()
+        sizes = gathered_bytes(model)
+        return all(from_all_ranks(memory.budget_bytes - memory.peak_bytes >= sum(sizes) + max(sizes)))
+
+    def _do_not_gather(self, why: str) -> None:
+        self._generates_gathered = False
+        if rank() == 0:
+            logger.warning("%s; from now on, each token gathers the parameters, without recovery", why)
 
 
 @contextmanager
