@@ -31,7 +31,7 @@ lightning := 2.6.6
 SKYRL := accelerate cloudpathlib datasets fastapi func_timeout hf_transfer jaxtyping loguru orjson pandas pillow polars pybase64 \
 	s3fs tensordict torchdata zstandard
 
-.PHONY: demo demo-rehearse demo-dpo demo-ppo demo-grpo demo-hf test test-all coverage test-gpu test-foreign test-frameworks test-hf test-skyrl test-nccl test-null published lint faults versions soak crash bench gpu-day docs dist clean
+.PHONY: demo demo-rehearse demo-dpo demo-ppo demo-hf test test-all coverage test-gpu test-foreign test-frameworks test-hf test-skyrl test-nccl test-null published lint faults versions soak crash bench gpu-day docs dist clean
 
 demo: $(READY)
 	rm -rf runs/demo/full runs/demo/lora
@@ -56,11 +56,6 @@ demo-hf: $(READY)
 	$(BIN)/torchrun --nproc_per_node 2 examples/transformers_trainer.py --memory_limit 5MiB
 	if $(BIN)/python -c 'import trl' 2>/dev/null; then \
 		$(BIN)/torchrun --nproc_per_node 2 examples/sft_trl.py --memory_limit 24MiB; fi
-
-# GRPO: a tiny policy learns to sort two digits, in two and a half minutes
-demo-grpo: $(READY)
-	rm -rf runs/demo/grpo
-	$(BIN)/tune run --nproc_per_node 2 adaptive_grpo_full_finetune_distributed --config adaptive/demo/grpo
 
 # rehearses Llama 3.1 8B on eight GPUs of 80 GB, without a GPU: 1 row fits, 2 do not
 demo-rehearse: $(READY)

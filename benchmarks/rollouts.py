@@ -1,4 +1,4 @@
-"""Compare PPO and GRPO with a limit for each stage to the same with one limit, the smallest, for all stages.
+"""Compare PPO with a limit for each stage to the same with one limit, the smallest, for all stages.
 
     python -m benchmarks --only rollouts
 
@@ -27,7 +27,6 @@ from torch.utils.data import Dataset
 
 from benchmarks.results import Result, compared
 from tests.ranks import run_on_ranks
-from tests.recipes.grpo.tiny import grpo_config
 from tests.recipes.ppo.rollouts import ppo_config
 from tests.recipes.running import load_ours
 from torchtune_adaptive.demo.model import demo_classifier, demo_model
@@ -39,8 +38,6 @@ ANSWERS = 32
 """Answers of one rank in an iteration."""
 TRAINED = 16
 """Answers of one rank in an update of PPO."""
-GROUP = 8
-"""Answers to one prompt of GRPO."""
 HALVES = {"generating": (GENERATE,), "forward": FORWARD, "training": (TRAIN_VALUE, TRAIN_POLICY)}
 
 
@@ -54,7 +51,6 @@ class Shape:
     answer: int
     memory_mib: float
     critic_layers: int = 2
-    kind: str = "full_ppo"
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -63,20 +59,11 @@ class Shape:
     @property
     def config(self) -> tuple[str, ...]:
         plain = "torchtune.training.FullModelTorchTuneCheckpointer"
-        models, files = {"model": self.sizes}, {"checkpointer": "policy", "ref_checkpointer": "policy"}
-        own: tuple[str, ...] = (
-            f"batch_size={ANSWERS // GROUP}",
-            f"grpo_samples={GROUP}",
-            *("num_steps=1", "model.max_seq_len=256"),
-            "reward_functions=[{_component_: benchmarks.rollouts.without_capitals}]",
-        )
-        if self.kind == "full_ppo":
-            models = {"policy_model": self.sizes, "reward_and_value_model": self.critic_sizes}
-            files = {"checkpointer": "policy", "ref_policy_checkpointer": "policy"}
-            files |= {"value_checkpointer": "critic", "reward_checkpointer": "critic"}
-            own = (f"batch_size={ANSWERS}", f"ppo_batch_size={TRAINED}", f"num_steps={ANSWERS * RANKS}")
+        models = {"policy_model": self.sizes, "reward_and_value_model": self.critic_sizes}
+        files = {"checkpointer": "policy", "ref_policy_checkpointer": "policy"}
+        files |= {"value_checkpointer": "critic", "reward_checkpointer": "critic"}
         return (
-            *own,
+            *(f"batch_size={ANSWERS}", f"ppo_batch_size={TRAINED}", f"num_steps={ANSWERS * RANKS}"),
             *(f"{model}.{size}={value}" for model, sizes in models.items() for size, value in sizes.items()),
             *(f"{key}._component_={plain}" for key in files),
             *(f"{key}.checkpoint_files=[{name}.pt]" for key, name in files.items()),
@@ -102,17 +89,14 @@ SHAPES = (
     Shape("PPO, long prompts", width=64, prompt=128, answer=16, memory_mib=12),
     Shape("PPO, wide model", width=256, prompt=16, answer=32, memory_mib=32),
     Shape("PPO, larger critic", width=64, prompt=16, answer=32, memory_mib=10, critic_layers=6),
-    Shape("GRPO, short answers", width=64, prompt=16, answer=12, memory_mib=2.5, kind="full_grpo"),
-    Shape("GRPO, long answers", width=64, prompt=16, answer=64, memory_mib=6, kind="full_grpo"),
-    Shape("GRPO, long prompts", width=64, prompt=128, answer=16, memory_mib=10, kind="full_grpo"),
 )
 
 
 def run(pairs: int) -> Result:
     rows = [measure(shape, pairs) for shape in SHAPES]
     note = (
-        f"rows: of a microbatch in generating, forward, train value (PPO), train policy; a rank has {ANSWERS} answers, "
-        f"of PPO {TRAINED} in an update. ratio: seconds of an iteration with one limit for all stages over those with "
+        f"rows: of a microbatch in generating, forward, train value, train policy; a rank has {ANSWERS} answers, "
+        f"{TRAINED} in an update. ratio: seconds of an iteration with one limit for all stages over those with "
         "separate limits, in wall time and in CPU time of all ranks; for the halves of an iteration, in wall time"
     )
     shown = [{"figure": name, **{row["shape"]: row[name] for row in rows}} for name in rows[0] if name != "shape"]
@@ -146,11 +130,6 @@ class RandomPrompts(Dataset[dict[str, list[int]]]):
         return {"tokens": tokens, "labels": tokens}
 
 
-def without_capitals(completions: list[str], **_: object) -> list[float]:
-    """Return 1 for an answer without capital letters."""
-    return [float(said == said.lower()) for said in completions]
-
-
 def random_prompts(tokenizer: Any, *, samples: int, tokens: int) -> RandomPrompts:
     """Component for a config's `dataset:`."""
     return RandomPrompts(samples, tokens)
@@ -168,7 +147,7 @@ class Cost(NamedTuple):
 
 def compare(shape: Shape, folder: Path, pairs: int) -> dict[str, Any]:
     """Collective: iterations with a limit for each stage and with one, in turns, after one of each to warm up."""
-    recipe = load_ours(shape.kind)(config_of(shape, folder))
+    recipe = load_ours("full_ppo")(config_of(shape, folder))
     recipe.setup()
     own = {stage: runner.limit.rows for stage, runner in recipe.stages.runners.items()}
     one = dict.fromkeys(own, min(own.values()))
@@ -180,9 +159,7 @@ def compare(shape: Shape, folder: Path, pairs: int) -> dict[str, Any]:
     wall = compared([(each.wall_s, single.wall_s) for each, single in rounds])
     cpu = compared([(each.cpu_s, single.cpu_s) for each, single in rounds])
     return {
-        "rows": " ".join(
-            str(own[stage]) for stage in (GENERATE, SCORE_REFERENCE, TRAIN_VALUE, TRAIN_POLICY) if stage in own
-        ),
+        "rows": " ".join(str(own[stage]) for stage in (GENERATE, SCORE_REFERENCE, TRAIN_VALUE, TRAIN_POLICY)),
         "one number": min(own.values()),
         "iteration s": statistics.median(each.wall_s for each, _ in rounds),
         **wall,
@@ -192,11 +169,7 @@ def compare(shape: Shape, folder: Path, pairs: int) -> dict[str, Any]:
 
 
 def config_of(shape: Shape, folder: Path) -> DictConfig:
-    cfg = (
-        ppo_config(folder, *shape.config)
-        if shape.kind == "full_ppo"
-        else grpo_config(shape.kind, folder, *shape.config)
-    )
+    cfg = ppo_config(folder, *shape.config)
     for section in cfg.values():
         if OmegaConf.is_dict(section):
             section.pop("sizes", None)  # the sizes of the demo's weights

@@ -9,7 +9,7 @@ from typing import NoReturn
 TORCH = "2.13 to 2.15"
 PARENT_PID = os.getppid()
 """The process that started this one. Read before torch is imported, which takes seconds in which it may end."""
-RECIPES_EXTRA = ("torchtune", "torchao", "torchdata", "omegaconf", "datasets", "yaml", "tqdm")
+RECIPES_EXTRA = ("torchtune", "torchao", "torchdata", "omegaconf", "yaml", "tqdm")
 """Modules that only the [recipes] extra installs."""
 
 

@@ -33,8 +33,6 @@ OURS = {
     "full_dpo": ("adaptive_full_dpo_distributed", "AdaptiveFullDPODistributed"),
     "lora_dpo": ("adaptive_lora_dpo_distributed", "AdaptiveLoraDPODistributed"),
     "full_ppo": ("adaptive_ppo_full_finetune_distributed", "AdaptivePPOFullFinetuneDistributed"),
-    "full_grpo": ("adaptive_grpo_full_finetune_distributed", "AdaptiveGRPOFullFinetuneDistributed"),
-    "lora_grpo": ("adaptive_grpo_lora_finetune_distributed", "AdaptiveGRPOLoraFinetuneDistributed"),
 }
 DEMO = {"full_dpo": "dpo"}
 """Names of demo configs that differ from the kind."""

@@ -35,7 +35,7 @@ class Recipe:
 
     name: str
     stock_name: str
-    """The recipe of torchtune that it replaces; empty if there is none."""
+    """The recipe of torchtune that it replaces."""
     saved_as: str
     """The name of the recipe in the manifest of a checkpoint."""
     reader: str
@@ -45,8 +45,8 @@ class Recipe:
 
     @property
     def trains_on_rollouts(self) -> bool:
-        """Return True for PPO and GRPO."""
-        return self.saved_as.endswith(("_ppo", "_grpo"))
+        """Return True for PPO."""
+        return self.saved_as.endswith("_ppo")
 
     def read(self, cfg: DictConfig) -> tuple[Settings, Any]:
         """Return the common and the specific settings; raise ConfigError if they are invalid."""
@@ -64,19 +64,14 @@ FULL = Recipe("adaptive_full_finetune_distributed", "full_finetune_distributed",
 LORA = Recipe("adaptive_lora_finetune_distributed", "lora_finetune_distributed", "lora", CHECKS.format("lora"))
 FULL_DPO = Recipe("adaptive_full_dpo_distributed", "full_dpo_distributed", "full_dpo", CHECKS.format("full_dpo"))
 LORA_DPO = Recipe("adaptive_lora_dpo_distributed", "lora_dpo_distributed", "lora_dpo", CHECKS.format("lora"))
-
-
-def _rl(kind: str) -> tuple[str, str]:
-    module = "torchtune_adaptive.rl.settings"
-    return f"{module}:read_{kind}_settings", f"{module}:{kind.partition('_')[0].upper()}_KEYS"
-
-
-PPO = Recipe("adaptive_ppo_full_finetune_distributed", "ppo_full_finetune_single_device", "full_ppo", *_rl("ppo"))
-GRPO = Recipe("adaptive_grpo_full_finetune_distributed", "grpo_full_finetune_distributed", "full_grpo", *_rl("grpo"))
-GRPO_LORA = Recipe("adaptive_grpo_lora_finetune_distributed", "", "lora_grpo", *_rl("grpo_lora"))
-RECIPES: Mapping[str, Recipe] = {
-    recipe.name: recipe for recipe in (FULL, LORA, FULL_DPO, LORA_DPO, PPO, GRPO, GRPO_LORA)
-}
+PPO = Recipe(
+    "adaptive_ppo_full_finetune_distributed",
+    "ppo_full_finetune_single_device",
+    "full_ppo",
+    "torchtune_adaptive.rl.settings:read_ppo_settings",
+    "torchtune_adaptive.rl.settings:PPO_KEYS",
+)
+RECIPES: Mapping[str, Recipe] = {recipe.name: recipe for recipe in (FULL, LORA, FULL_DPO, LORA_DPO, PPO)}
 
 
 @dataclass(frozen=True)

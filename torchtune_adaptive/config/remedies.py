@@ -35,7 +35,7 @@ KEYS_IN_PPO: Mapping[Remedy, str] = {
     Remedy.SHORTER_SAMPLES: "lower max_generated_tokens or tokenizer.max_seq_len",
     Remedy.SMALLER_LIMIT: "lower forward_batch_size or raise gradient_accumulation_steps",
 }
-"""Remedies in PPO and GRPO, where `batch_size` is not the size of a microbatch."""
+"""Remedies in PPO, where `batch_size` is not the size of a microbatch."""
 
 
 @contextmanager

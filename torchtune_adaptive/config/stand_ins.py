@@ -1,4 +1,4 @@
-"""Config of a rehearsal with `--without-data`: `tune/stand_ins.py` replaces weights, tokenizer, data and rewards."""
+"""Config of a rehearsal with `--without-data`: `tune/stand_ins.py` replaces weights, tokenizer and data."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def length_of(cfg: DictConfig) -> int:
 
 
 def has_rollouts(cfg: DictConfig) -> bool:
-    """Return True for configs of PPO and GRPO. Without a tokenizer, their answers end at once."""
-    return "reward_and_value_model" in cfg or "grpo_samples" in cfg
+    """Return True for configs of PPO. Without a tokenizer, their answers end at once."""
+    return "reward_and_value_model" in cfg
 
 
 def with_stand_ins(given: DictConfig, folder: Path) -> DictConfig:
@@ -47,7 +47,6 @@ def with_stand_ins(given: DictConfig, folder: Path) -> DictConfig:
             **cfg,
             "tokenizer": {COMPONENT: f"{STAND_INS}.NoTokenizer", "max_seq_len": length},
             "dataset": {COMPONENT: f"{STAND_INS}.SyntheticDataset", "lengths": [length], "samples": samples},
-            **({"reward_functions": [{COMPONENT: f"{STAND_INS}.reward"}]} if "reward_functions" in cfg else {}),
             "output_dir": str(folder),
             "metric_logger": {COMPONENT: "torchtune.training.metric_logging.DiskLogger", "log_dir": str(folder)},
             "profiler": None,

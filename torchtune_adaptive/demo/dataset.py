@@ -1,4 +1,4 @@
-"""Datasets generated from a seed: instructions, pairs of answers, prompts, and digits to sort.
+"""Datasets generated from a seed: instructions, pairs of answers, and prompts.
 
 An instruction is a list to sort, reverse, add up or count. Lengths follow a log-normal distribution, like those of real
 instructions: most samples are short, and a few are ten times longer. So the memory of a batch is hard to predict.
@@ -6,9 +6,8 @@ instructions: most samples are short, and a few are ten times longer. So the mem
 
 import math
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 from torch.utils.data import Dataset
 from torchtune.data import CROSS_ENTROPY_IGNORE_IDX, InputOutputToMessages
@@ -90,26 +89,6 @@ def demo_prompts(tokenizer: DemoTokenizer, *, samples: int = 512, seed: int = 0)
         return {"tokens": tokens, "labels": list(tokens)}
 
     return DemoDataset(samples, prompt)
-
-
-def digits_dataset(tokenizer: DemoTokenizer, *, samples: int = 512, seed: int = 0) -> DemoDataset:
-    """Return a dataset of prompts for GRPO, such as "73=", whose answer is "37" (the digits are sorted)."""
-
-    def prompt(index: int) -> Any:
-        digits = random.Random(f"digits/{seed}/{index}").choices("0123456789", k=2)
-        tokens = tokenizer.encode("".join(digits) + "=", add_eos=False)
-        return {"tokens": tokens, "labels": list(tokens), "answer": "".join(sorted(digits))}
-
-    return DemoDataset(samples, prompt)
-
-
-def correct_digits(completions: Sequence[str], answer: Sequence[str], **_: object) -> list[float]:
-    """Return, for each answer, the fraction of its three positions that are correct: two digits and the end."""
-    pairs = zip(completions, answer, strict=True)
-    return [
-        sum(a == b for a, b in zip([*answered, "end"], [*expected, "end"], strict=False)) / 3
-        for answered, expected in pairs
-    ]
 
 
 def demo_row(seed: int, index: int) -> dict[str, str]:

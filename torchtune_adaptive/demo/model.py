@@ -1,7 +1,6 @@
-"""Models with less than half a million parameters, and functions that construct useful weights without training."""
+"""Models with less than half a million parameters, and a function that constructs useful weights without training."""
 
 import math
-from collections.abc import Mapping
 from string import ascii_lowercase
 from typing import Any
 
@@ -11,7 +10,7 @@ from torchtune.models.llama3 import llama3, lora_llama3
 from torchtune.models.mistral._component_builders import mistral_classifier
 from torchtune.modules import TransformerDecoder
 
-from torchtune_adaptive.demo.tokenizer import VOCAB_SIZE, DemoTokenizer
+from torchtune_adaptive.demo.tokenizer import VOCAB_SIZE
 
 SIZES = {
     "vocab_size": VOCAB_SIZE,
@@ -61,16 +60,4 @@ def lowercase_share_weights() -> dict[str, Tensor]:
     weights["layers.0.attn.v_proj.weight"][0, 1] = 1.0
     weights["layers.0.attn.output_proj.weight"][2, 0] = 1.0 / scale
     weights["output.weight"][0, 2] = 1.0 / scale
-    return weights
-
-
-def random_digits_weights(sizes: Mapping[str, int]) -> dict[str, Tensor]:
-    """Return weights of a model that generates the ten digits and the end of an answer with about equal probability.
-
-    Such a model represents one that has learned only the format of answers.
-    """
-    weights: dict[str, Tensor] = demo_model(**sizes).state_dict()
-    weights["tok_embeddings.weight"][:, 0] = 8.0  # other values are about 1
-    weights["output.weight"][:, 0] = 0.0
-    weights["output.weight"][torch.tensor([*b"0123456789", DemoTokenizer().eos_id]), 0] = 1.5
     return weights

@@ -9,9 +9,9 @@ import torch
 from torchtune.training import FullModelTorchTuneCheckpointer
 
 from torchtune_adaptive.atomic_files import replace_file
-from torchtune_adaptive.demo.model import demo_classifier, demo_model, lowercase_share_weights, random_digits_weights
+from torchtune_adaptive.demo.model import demo_classifier, demo_model, lowercase_share_weights
 
-WEIGHTS_FILE, VALUE_FILE, REWARD_FILE, DIGITS_FILE = "demo.pt", "demo_value.pt", "demo_reward.pt", "demo_digits.pt"
+WEIGHTS_FILE, VALUE_FILE, REWARD_FILE = "demo.pt", "demo_value.pt", "demo_reward.pt"
 
 
 def demo_checkpointer(
@@ -31,7 +31,6 @@ def demo_checkpointer(
         WEIGHTS_FILE: lambda: demo_model(**(sizes or {})).state_dict(),
         VALUE_FILE: lambda: demo_classifier().state_dict(),
         REWARD_FILE: lowercase_share_weights,
-        DIGITS_FILE: lambda: random_digits_weights(sizes or {}),
     }
     for name in generators.keys() & set(checkpoint_files):
         generate_if_missing(Path(checkpoint_dir) / name, generators[name], seed=seed)

@@ -1,1 +1,1 @@
-"""Reinforcement learning (PPO, GRPO). The stages of an iteration generate answers, score them, and train on them."""
+"""Reinforcement learning (PPO). The stages of an iteration generate answers, score them, and train on them."""

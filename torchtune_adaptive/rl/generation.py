@@ -22,7 +22,7 @@ from torchtune.modules import TransformerDecoder
 from torchtune_adaptive.config.keys import Settings
 from torchtune_adaptive.engine.results import Totals
 from torchtune_adaptive.rl.rollouts import Rollout, answer_tokens
-from torchtune_adaptive.rl.settings import RolloutSettings
+from torchtune_adaptive.rl.settings import PPOSettings
 from torchtune_adaptive.tune.data import Tokenizer
 from torchtune_adaptive.tune.distributed import Devices
 
@@ -128,7 +128,7 @@ class Generate:
         model: nn.Module,
         tokenizer: Tokenizer,
         settings: Settings,
-        rl: RolloutSettings,
+        rl: PPOSettings,
         devices: Devices,
         seed: int,
     ) -> None:

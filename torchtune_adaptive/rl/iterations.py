@@ -1,4 +1,4 @@
-"""The parts that PPO and GRPO share: the schedule of iterations, rollouts with rewards, updates, and their log."""
+"""Iterations of PPO: their schedule, rollouts with scores, updates, and the log."""
 
 from __future__ import annotations
 
@@ -14,9 +14,8 @@ from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.formatting import count_of
 from torchtune_adaptive.lifecycle.console import log_rank_0
 from torchtune_adaptive.rl.limits import LimitFinder
-from torchtune_adaptive.rl.rewards import Rewards
-from torchtune_adaptive.rl.rollouts import Rollout, build_prompts, fraction_cut_off, gather_rollouts, groups_of
-from torchtune_adaptive.rl.settings import RolloutSettings
+from torchtune_adaptive.rl.rollouts import Rollout, build_prompts, fraction_cut_off, gather_rollouts, rollouts_of
+from torchtune_adaptive.rl.settings import PPOSettings
 from torchtune_adaptive.rl.stages import RolloutStage, RolloutStages
 from torchtune_adaptive.tune.data import Tokenizer
 from torchtune_adaptive.tune.optimizer import Optimization, SummedOver
@@ -34,13 +33,12 @@ class Iterations:
         optimization: Optimization,
         tokenizer: Tokenizer,
         stages: Mapping[str, RolloutStage],
-        rl: RolloutSettings,
+        rl: PPOSettings,
     ) -> None:
         """Collective: build the data; find or restore limits and schedules."""
         settings, self.run, self.optimization, self._rl = run.settings, run, optimization, rl
         self.data = build_prompts(settings, tokenizer, run.devices.mesh)
         self.stages = RolloutStages(stages, settings, run.journal.event)
-        self.rewards = Rewards(settings.config, tokenizer, self.stages.generate.sampling.stop_tokens)
         self.loop = TrainingLoop(run, model, self.data, optimization, self.stages.runners)
         self._figures: dict[str, float] = {}
         self._updates: list[dict[str, float]] = []
@@ -84,7 +82,7 @@ class Iterations:
             # Record one microbatch per step; the schedule contains the actual limit of each stage.
             epochs.append(EpochSizes(len(epochs), size, 1, size, size, steps, lr_factor=1.0))
             left -= steps
-        answers = f"{rl.answers * ranks} answers, {count_of(rl.updates, 'update')}"
+        answers = f"{rl.batch_size * ranks} answers, {count_of(rl.updates, 'update')}"
         log_rank_0(f"{count_of(total, 'iteration')} of {answers} each · {count_of(len(epochs), 'epoch')} of prompts")
         return tuple(epochs)
 
@@ -92,16 +90,12 @@ class Iterations:
         """Collective: run all stages without a backward, and return the rollouts of all ranks, sorted by number."""
         self._began = time.perf_counter()
         self.stages.begin_iteration()
-        size = self._rl.grpo_samples
-        groups = groups_of(prompts, iteration, self._rl.max_generated_tokens, size)
-        own = [rollout for _, group in groups for rollout in group]
+        own = rollouts_of(prompts, iteration, self._rl.max_generated_tokens)
         for name, stage in self.stages.by_name.items():
             if stage.trains is None:
                 self.stages.run_stage(name, own, iteration)
-        self.rewards.score(groups)
         rollouts = gather_rollouts(own)
-        cut_off = fraction_cut_off(rollouts, self.stages.generate.sampling.stop_tokens)
-        self._figures = {"cut_off": cut_off, **self.rewards.figures(rollouts)}
+        self._figures = {"cut_off": fraction_cut_off(rollouts, self.stages.generate.sampling.stop_tokens)}
         return rollouts
 
     def update(self, summed_over: SummedOver, figures: Mapping[str, float]) -> None:

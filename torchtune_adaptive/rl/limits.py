@@ -26,7 +26,7 @@ from torchtune_adaptive.errors import ConfigError, Remedy
 from torchtune_adaptive.formatting import format_bytes, in_columns
 from torchtune_adaptive.lifecycle.console import log_rank_0
 from torchtune_adaptive.rl.rollouts import Rollout, worst_rollout
-from torchtune_adaptive.rl.settings import RolloutSettings
+from torchtune_adaptive.rl.settings import PPOSettings
 from torchtune_adaptive.rl.stages import GENERATE, RolloutStages
 from torchtune_adaptive.tune.batch_size import (
     LONGEST_SAMPLE,
@@ -48,7 +48,7 @@ Limits = Mapping[str, Limit]
 class LimitFinder:
     """Finds the limit of each stage, with all models and optimizers in memory."""
 
-    def __init__(self, loop: TrainingLoop, stages: RolloutStages, rl: RolloutSettings) -> None:
+    def __init__(self, loop: TrainingLoop, stages: RolloutStages, rl: PPOSettings) -> None:
         self._loop, self._stages, self._new_tokens = loop, stages, rl.max_generated_tokens
         self._settings, self._data, self._optimization = loop.run.settings, loop.data, loop.optimization
         self._most_tokens = most = max_seq_len_of(stage.model for stage in stages.by_name.values())
@@ -134,7 +134,7 @@ class LimitFinder:
                 allocate_gradients(trained_before)
 
         def update(result: StepResult) -> None:
-            self._optimization.update({stage.trains or "": result.target_tokens for stage in (*earlier, last)})
+            self._optimization.update({str(stage.trains): result.target_tokens for stage in (*earlier, last)})
             allocate_gradients(trained_before)  # for the next probe
 
         norm = getattr(stages[name].model, "norm", None)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 
@@ -54,12 +53,10 @@ class Score:
     model: nn.Module
     compute: Callable[[nn.Module, Sequence[Rollout]], Tensor]
     name: str
-    context: Callable[[nn.Module], AbstractContextManager[object]] = nullcontext
-    """Called with the model; returns a context for the pass."""
 
     def __call__(self, rollouts: Sequence[Rollout]) -> Totals:
         """Compute and store the results."""
-        with torch.no_grad(), self.context(self.model):
+        with torch.no_grad():
             results = self.compute(self.model, rollouts)
         store(rollouts, self.name, results)
         return Totals(torch.zeros((), device=results.device), answer_tokens(rollouts))
@@ -71,57 +68,37 @@ class TrainPolicy:
 
     model: nn.Module
     scorer: AnswerScorer
-    clip: tuple[float, float]
-    kl_coeff: float = 0.0
-    """Coefficient of the divergence from the reference."""
+    epsilon: float
 
     def __call__(self, rollouts: Sequence[Rollout]) -> Totals:
         """Accumulate the gradients of the microbatch."""
         stored = partial(results_of, rollouts, device=self.scorer.device)
         log_probs = self.scorer.log_probs(self.model, rollouts)
-        # With a single update per iteration, nothing is stored, because the policy is still the one that generated.
-        before = stored(results.LOG_PROBS) if results.LOG_PROBS in rollouts[0].results else log_probs.detach()
-        reference = stored(results.REFERENCE_LOG_PROBS) if self.kl_coeff else None
-        advantages, weights = stored(results.ADVANTAGES), stored(results.WEIGHT)
+        before, advantages = stored(results.LOG_PROBS), stored(results.ADVANTAGES)
         counts = counts_of(rollouts, self.scorer.device)
-        loss, sums = policy_loss(log_probs, before, advantages, counts, weights, self.clip, reference, self.kl_coeff)
+        loss, sums = policy_loss(log_probs, before, advantages, counts, self.epsilon)
         loss.backward()
         return Totals(loss.detach(), answer_tokens(rollouts), sums)
 
 
 def policy_loss(
-    log_probs: Tensor,
-    before: Tensor,
-    advantages: Tensor,
-    counts: Tensor,
-    weights: Tensor,
-    clip: tuple[float, float],
-    reference: Tensor | None = None,
-    kl_coeff: float = 0.0,
+    log_probs: Tensor, before: Tensor, advantages: Tensor, counts: Tensor, epsilon: float
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return the weighted loss and the figures for the log, all summed over tokens that count.
+    """Return the loss and the figures for the log, all summed over tokens that count.
 
-    Tensors are [answers, tokens], except for `weights`, which has one weight per answer. `before` has the
-    log-probabilities of the policy that generated the answers. The KL divergence from the reference is estimated as
-    e^d - d - 1, where d is the reference's log-probability minus the policy's. Half the mean of `squares` estimates
-    the KL divergence from the policy that generated the answers.
+    Tensors are [answers, tokens]. `before` has the log-probabilities of the policy that generated the answers. Half the
+    mean of `squares` estimates the KL divergence from that policy.
     """
     change = torch.where(counts, log_probs - before, 0.0)
-    ratios, (low, high) = change.exp(), clip
-    unclipped, clipped = advantages * ratios, advantages * ratios.clamp(1 - low, 1 + high)
-    losses, kl = -torch.minimum(unclipped, clipped), torch.zeros_like(change)
-    if reference is not None:
-        difference = torch.where(counts, reference - log_probs, 0.0)
-        kl = difference.exp() - difference - 1
-        losses = losses + kl_coeff * kl
+    ratios = change.exp()
+    unclipped, clipped = advantages * ratios, advantages * ratios.clamp(1 - epsilon, 1 + epsilon)
     sums = {
-        "kl": kl.sum(),
         "clipped": ((clipped < unclipped) & counts).sum(),
         "ratios": (ratios * counts).sum(),
         "squares": (change**2).sum(),
         "log_probs": torch.where(counts, log_probs, 0.0).sum(),
     }
-    total = (losses * weights[:, None] * counts).sum()
+    total = -(torch.minimum(unclipped, clipped) * counts).sum()
     return total, {name: value.detach().float() for name, value in sums.items()}
 
 

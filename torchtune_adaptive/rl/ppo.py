@@ -71,21 +71,16 @@ class Models(NamedTuple):
 def build_models(settings: Settings, devices: Devices, checkpoint: State) -> Models:
     """Collective: build policy and value model from the checkpoint, and the others from the files of the config."""
     value = _classifier_weights(settings, checkpoint[VALUE_MODEL], keys.VALUE_SECTION)
-    reference = load_reference(settings, keys.PPO_REFERENCE_FILES)
+    reference = load_reference(settings, keys.REFERENCE_FILES)
+    reward = _classifier_weights(settings, load_reference(settings, keys.REWARD_FILES), keys.VALUE_SECTION)
     models = Models(
         policy=build_full_model(settings, devices, checkpoint, keys.POLICY_SECTION, keys.POLICY_FILES),
         value=build_full_model(settings, devices, {training.MODEL_KEY: value}, keys.VALUE_SECTION, keys.VALUE_FILES),
-        reference=build_frozen_model(settings, devices, reference, keys.POLICY_SECTION, keys.PPO_REFERENCE_FILES),
-        reward=build_reward_model(settings, devices, keys.VALUE_SECTION),
+        reference=build_frozen_model(settings, devices, reference, keys.POLICY_SECTION, keys.REFERENCE_FILES),
+        reward=build_frozen_model(settings, devices, reward, keys.VALUE_SECTION, keys.REWARD_FILES),
     )
     disable_dropout(models.trained)  # log-probabilities and values are compared
     return models
-
-
-def build_reward_model(settings: Settings, devices: Devices, section: str) -> nn.Module:
-    """Collective: build the reward model of this config section."""
-    weights = _classifier_weights(settings, load_reference(settings, keys.REWARD_FILES), section)
-    return build_frozen_model(settings, devices, weights, section, keys.REWARD_FILES)
 
 
 def _classifier_weights(settings: Settings, weights: State, section: str) -> State:
@@ -138,14 +133,14 @@ def build_checkpointers(cfg: DictConfig, staging: Path, files: Files | None) -> 
     (staging / VALUE_FOLDER).mkdir(parents=True, exist_ok=True)
     value = components.build_section(keys.VALUE_FILES, OmegaConf.create(section), should_load_recipe_state=False)
     # Building the demo's checkpointers creates their weight files, which a resumed run compares.
-    for key in (keys.PPO_REFERENCE_FILES, keys.REWARD_FILES):
+    for key in (keys.REFERENCE_FILES, keys.REWARD_FILES):
         frozen = OmegaConf.merge(components.require(cfg, key), {"output_dir": str(staging)})
         components.build_section(key, frozen, should_load_recipe_state=False)
     return TwoCheckpointers(policy, value, staging)
 
 
 def add_advantages(rollouts: Sequence[Rollout], ppo: PPOSettings) -> dict[str, float]:
-    """Add advantages, returns and weights to the rollouts of all ranks. Return figures for the log."""
+    """Add advantages and returns to the rollouts of all ranks. Return figures for the log."""
     counts = counts_of(rollouts)
     valued, last = valued_of(counts), counts.sum(1) - 1
     scores, reference = results_of(rollouts, results.SCORE), results_of(rollouts, results.REFERENCE_LOG_PROBS)
@@ -158,7 +153,6 @@ def add_advantages(rollouts: Sequence[Rollout], ppo: PPOSettings) -> dict[str, f
     advantages, returns = rlhf.estimate_advantages(values, rewards, ppo.gamma, ppo.lmbda, masks=counts)
     store(rollouts, results.ADVANTAGES, advantages)
     store(rollouts, results.RETURNS, returns)
-    store(rollouts, results.WEIGHT, torch.ones(len(rollouts)))
     score, kl_reward = float(scores.mean()), float(kl_rewards.sum(1).mean())
     return {
         "scores": score,
@@ -188,10 +182,10 @@ def ppo_stages(
     rows = ppo.ppo_batch_size // ppo.gradient_accumulation_steps
     training = partial(stages.RolloutStage, samples=ppo.ppo_batch_size, rows=rows)
     train_value = TrainValue(value, scorer, loss.value_clip_range, loss.value_coeff)
-    train_policy = TrainPolicy(policy, scorer, (loss.epsilon, loss.epsilon))
+    train_policy = TrainPolicy(policy, scorer, loss.epsilon)
     return {
         stages.GENERATE: before(generate),
-        stages.FIND_REWARDS: before(Score(reward, scorer.scores, results.MODEL_SCORE)),
+        stages.FIND_REWARDS: before(Score(reward, scorer.scores, results.SCORE)),
         stages.SCORE_POLICY: before(Score(policy, scorer.log_probs, results.LOG_PROBS)),
         stages.SCORE_REFERENCE: before(Score(reference, scorer.log_probs, results.REFERENCE_LOG_PROBS)),
         stages.FIND_VALUES: before(Score(value, scorer.values, results.VALUES)),

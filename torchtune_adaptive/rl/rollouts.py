@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NoReturn, TypeAlias
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -24,11 +24,8 @@ from torchtune_adaptive.tune.distributed import Meshes
 from torchtune_adaptive.tune.samples import TEXT, Sample
 
 LOG_PROBS, REFERENCE_LOG_PROBS, VALUES, SCORE = "log-probabilities", "reference", "values", "score"
-ADVANTAGES, RETURNS, WEIGHT = "advantages", "returns", "weight"
-REWARDS = "reward/"
-MODEL_SCORE = f"{REWARDS}reward_model"
-"""Names of a rollout's results. A result is one number per token of the answer; score, rewards and weight are one
-number per answer. The name of a reward begins with `REWARDS`."""
+ADVANTAGES, RETURNS = "advantages", "returns"
+"""Names of a rollout's results. A result is one number per token of the answer; the score is one number per answer."""
 
 
 @dataclass
@@ -82,7 +79,7 @@ class Rollout:
 def worst_rollout(prompt: Tensor, new_tokens: int) -> Rollout:
     """Return the rollout that needs the most memory: an answer of full length with the results of all stages."""
     results = {name: torch.zeros(new_tokens) for name in (LOG_PROBS, REFERENCE_LOG_PROBS, VALUES, ADVANTAGES, RETURNS)}
-    results |= {SCORE: torch.zeros(()), WEIGHT: torch.ones(())}
+    results[SCORE] = torch.zeros(())
     return Rollout(0, 0, prompt, prompt[:1].repeat(new_tokens), length=new_tokens, results=results)
 
 
@@ -147,18 +144,13 @@ def fraction_cut_off(rollouts: Sequence[Rollout], stop_tokens: Sequence[int]) ->
     return sum(answer[-1] not in stop_tokens for answer in longest) / len(rollouts)
 
 
-Group: TypeAlias = tuple[Sample, list[Rollout]]
-"""A sample of the dataset and the answers to its prompt."""
-
-
-def groups_of(prompts: Sequence[Sample], iteration: int, new_tokens: int, answers: int = 1) -> list[Group]:
-    """Create rollouts without answers, `answers` per prompt, numbered over the prompts of all ranks in turn."""
-    groups: list[Group] = []
-    for index, sample in enumerate(prompts):
-        prompt, first = torch.as_tensor(sample["tokens"]).long(), (index * world_size() + rank()) * answers
-        blank = Rollout(first, iteration, prompt, torch.zeros(new_tokens, dtype=torch.long))
-        groups.append((sample, [replace(blank, number=first + at, results={}) for at in range(answers)]))
-    return groups
+def rollouts_of(prompts: Sequence[Sample], iteration: int, new_tokens: int) -> list[Rollout]:
+    """Create rollouts without answers, numbered over the prompts of all ranks in turn."""
+    blank = torch.zeros(new_tokens, dtype=torch.long)
+    return [
+        Rollout(index * world_size() + rank(), iteration, torch.as_tensor(sample["tokens"]).long(), blank)
+        for index, sample in enumerate(prompts)
+    ]
 
 
 def build_prompts(settings: Settings, tokenizer: Tokenizer, mesh: Meshes) -> Data:

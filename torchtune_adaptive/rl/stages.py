@@ -40,7 +40,7 @@ class RolloutStage:
     rows: int
     """Configured rows per microbatch."""
     trains: str | None = None
-    """The name of the trained model, empty if the run trains a single model; None for a stage without a backward."""
+    """The name of the trained model; None for a stage without a backward."""
 
     @property
     def model(self) -> nn.Module:

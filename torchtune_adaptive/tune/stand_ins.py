@@ -1,4 +1,4 @@
-"""Stand-ins for checkpointer, tokenizer, dataset and rewards, for rehearsals with `--without-data`.
+"""Stand-ins for checkpointer, tokenizer and dataset, for rehearsals with `--without-data`.
 
 Each accepts the arguments of what it replaces.
 """
@@ -40,15 +40,6 @@ class NoTokenizer:
 
     def __init__(self, max_seq_len: int, **_: Any) -> None:
         self.max_seq_len = max_seq_len
-
-    def decode(self, tokens: Sequence[int]) -> str:
-        """Return an empty text."""
-        return ""
-
-
-def reward(completions: Sequence[str], **_: Any) -> list[float]:
-    """Return a different reward for each answer, because a group with equal rewards does not train in GRPO."""
-    return [float(index) for index in range(len(completions))]
 
 
 class SyntheticDataset(Dataset[dict[str, Any]]):

@@ -6,7 +6,7 @@ python -m tests.distributed.faults --at-most 50        50 operations of every ca
 python -m tests.distributed.faults --all               every operation of every case: more than a day
 python -m tests.distributed.faults --case lora         only the cases whose name contains "lora"
 python -m tests.distributed.faults --case hybrid --ranks 8
-python -m tests.distributed.faults --case recipes      only the stages of DPO, PPO and GRPO
+python -m tests.distributed.faults --case recipes      only the stages of DPO and PPO
 python -m tests.distributed.faults --case torchtitan   torchtitan's models; needs torchtitan 0.3.0
 """
 

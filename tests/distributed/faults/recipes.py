@@ -1,4 +1,4 @@
-"""Whole steps of DPO, PPO and GRPO in their recipes, with out-of-memory errors in one stage."""
+"""Whole steps of DPO and PPO in their recipes, with out-of-memory errors in one stage."""
 
 import tempfile
 from collections.abc import Iterator
@@ -16,26 +16,19 @@ from torch import Tensor
 from tests.distributed.faults.fault_variants import Scenario, fail_there, operations_of, ways_to_fail
 from tests.distributed.models import computes, device
 from tests.fault_injection import FaultInjector
-from tests.recipes.grpo.tiny import JUDGE, grpo_config
 from tests.recipes.ppo.rollouts import ppo_config
 from tests.recipes.running import demo_config, load_ours
 from torchtune_adaptive.engine.limits import RowLimit
 from torchtune_adaptive.engine.step import StepRunner
 from torchtune_adaptive.rl import generation
-from torchtune_adaptive.rl.stages import FIND_REWARDS, GENERATE, SCORE_POLICY, SCORE_REFERENCE, STAGES, TRAIN_POLICY
+from torchtune_adaptive.rl.stages import STAGES
 from torchtune_adaptive.tune import distributed
 from torchtune_adaptive.tune.preference import POLICY, REFERENCE, REFERENCE_LOG_PROBS, figures_of
 
 SAMPLES, STEP = 4, 1
 """Samples of a rank in a step; all steps use the same step number."""
-OF_GRPO = (GENERATE, SCORE_POLICY, SCORE_REFERENCE, TRAIN_POLICY)
 ON_PAIRS = ("full_dpo", "lora_dpo")
-KINDS = {
-    **dict.fromkeys(ON_PAIRS, (REFERENCE, POLICY)),
-    "full_ppo": STAGES,
-    "full_grpo": (*OF_GRPO, FIND_REWARDS),
-    "lora_grpo": OF_GRPO,
-}
+KINDS = {**dict.fromkeys(ON_PAIRS, (REFERENCE, POLICY)), "full_ppo": STAGES}
 SIZES = ("num_layers=1", "embed_dim=32")
 GATHERED = ("fsdp_reshard_after_forward=False",)
 WAYS_OF_PAIRS: dict[str, dict[str, Any]] = {
@@ -81,12 +74,8 @@ def config_of(kind: str, folder: Path, *overrides: str) -> DictConfig:
         sizes = (f"batch_size={SAMPLES}", "gradient_accumulation_steps=1", "adaptive.memory_limit=null")
         lengths = ("tokenizer.max_seq_len=48", "dataset.samples=64")
         return demo_config(kind, folder, *models, *sizes, *lengths, *overrides)
-    same = ("max_generated_tokens=3", "ppo_epochs=1")
-    if kind == "full_ppo":
-        sizes = (f"batch_size={SAMPLES}", f"ppo_batch_size={SAMPLES}", "gradient_accumulation_steps=1")
-        return ppo_config(folder, *same, *sizes, *overrides)
-    one_group = ("batch_size=1", f"grpo_samples={SAMPLES}")
-    return grpo_config(kind, folder, *same, *one_group, *overrides)
+    sizes = (f"batch_size={SAMPLES}", f"ppo_batch_size={SAMPLES}", "gradient_accumulation_steps=1")
+    return ppo_config(folder, "max_generated_tokens=3", "ppo_epochs=1", *sizes, *overrides)
 
 
 def build(kind: str, overrides: tuple[str, ...]) -> tuple[Any, dict[str, Any]]:
@@ -147,16 +136,11 @@ class RecipeBench:
     def _build(self) -> None:
         """Collective: build the recipe or reuse it."""
         case, make = self.case, build if self.case.first_pass else build_once
-        overrides = case.overrides
-        if case.kind.endswith("_grpo") and case.stage != TRAIN_POLICY:
-            # with two updates there is one more stage, but if the second update fails, the first has used other rows
-            overrides = (*overrides, "ppo_epochs=2", *(JUDGE if case.stage == FIND_REWARDS else ()))
-        self.recipe, self._fresh = make(case.kind, overrides)
+        self.recipe, self._fresh = make(case.kind, case.overrides)
         self.stages = self.recipe.stages
         self.runners = runners_of(self.recipe)
         dataset = self.recipe.loop.data.dataset
-        count = 1 if case.kind.endswith("_grpo") else SAMPLES
-        self.samples = [dataset[at * case.world_size + dist.get_rank()] for at in range(count)]
+        self.samples = [dataset[at * case.world_size + dist.get_rank()] for at in range(SAMPLES)]
         self._weights = [weight.clone() for weight in self._shards()]
 
     def _shards(self) -> list[Tensor]:

@@ -1,4 +1,4 @@
-"""DPO, PPO and GRPO recover from out-of-memory errors in any stage, tested at some of its operations."""
+"""DPO and PPO recover from out-of-memory errors in any stage, tested at some of its operations."""
 
 import pytest
 import torch

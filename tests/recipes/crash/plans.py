@@ -14,8 +14,6 @@ from tests.recipes.crash.resume_chain import FIRST_PRUNING
 from tests.recipes.crash.summary import place
 from tests.recipes.crash.variants import (
     FULL,
-    GRPO,
-    GRPO_LORA,
     LORA,
     PAIRS,
     PAIRS_LORA,
@@ -219,9 +217,8 @@ def kill_plans() -> list[Plan]:
         *(Plan("moments", variant, random_moments(6, ranks=2)) for variant in (full, lora, PAIRS)),
         Plan("operations", PAIRS_LORA, random_operations(6)),
         Plan("between policy and value", PPO, between_models),
-        *(Plan("stages", variant, random_stages(6)) for variant in (PPO, GRPO)),
-        *(Plan("operations", variant, random_operations(4, ranks=2)) for variant in (PPO, GRPO)),
-        Plan("operations", GRPO_LORA, random_operations(6)),
+        Plan("stages", PPO, random_stages(6)),
+        Plan("operations", PPO, random_operations(4, ranks=2)),
     ]
 
 
@@ -254,10 +251,7 @@ def signal_plans() -> list[Plan]:
         Plan("signals", lora, signals_at((in_a_step, in_a_save), (RANK_1,))),
         Plan("signals", PAIRS, signals_at((in_a_step, in_a_save, in_the_last_step), (RANK_0, RANK_1))),
         Plan("signals", PAIRS_LORA, signals_at((in_a_step, at_the_start))),
-        *(
-            Plan("signals", each, signals_at((in_a_stage, in_a_save, in_the_last_step), (RANK_0, RANK_1)))
-            for each in (PPO, GRPO)
-        ),
+        Plan("signals", PPO, signals_at((in_a_stage, in_a_save, in_the_last_step), (RANK_0, RANK_1))),
         Plan("signals", full_searched, signals_at((in_the_search, in_a_step), (RANK_0, RANK_1))),
         Plan("signals", lora_searched, signals_at((in_the_search, in_a_save))),
     ]
@@ -271,7 +265,7 @@ def tune_run_plans() -> list[Plan]:
         *(Plan("tune run, moments", variant, random_moments(4), tune_run=True) for variant in (FULL, LORA)),
         *(Plan("tune run", variant, random_operations(10, 2), tune_run=True) for variant in (full, lora)),
         *(Plan("tune run", variant, random_operations(6), tune_run=True) for variant in (FULL, LORA)),
-        *(Plan("tune run", variant, random_operations(3, 2), tune_run=True) for variant in (PPO, GRPO)),
+        Plan("tune run", PPO, random_operations(3, 2), tune_run=True),
         *(
             Plan(f"tune run, {manner}", variant, random_moments(5, 2), tune_run=True, manner=manner)
             for variant, manner in manners

@@ -5,10 +5,9 @@ from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
 
-from tests.recipes.grpo.tiny import grpo_config
 from tests.recipes.ppo.rollouts import ppo_config
 from tests.recipes.running import OURS, demo_config
-from torchtune_adaptive.rl.settings import GRPO_KEYS, PPO_KEYS
+from torchtune_adaptive.rl.settings import PPO_KEYS
 
 EPOCHS, STEPS_PER_EPOCH = 4, 5
 STEPS = EPOCHS * STEPS_PER_EPOCH
@@ -17,7 +16,7 @@ SAVES = sorted({*range(SAVE_EVERY, STEPS, SAVE_EVERY), *range(STEPS_PER_EPOCH, S
 """The steps after which a checkpoint exists."""
 ROWS, MICROBATCHES = 2, 2
 UPDATES = 2
-"""Updates per iteration of PPO or GRPO."""
+"""Updates per iteration of PPO."""
 SEARCHED = ("use_maximum_batch_size=True", "adaptive.memory_limit=64MiB", "adaptive.max_batch_size=4")
 
 
@@ -41,14 +40,12 @@ class Variant:
     @property
     def stages(self) -> int:
         """Return how often a step calls a StepRunner."""
-        if self.kind.endswith("_grpo"):
-            return 3 + UPDATES
         return 5 + 2 * UPDATES if self.kind == "full_ppo" else 2 if self.kind.endswith("_dpo") else 1
 
     @property
     def keys(self) -> tuple[str, ...]:
         """Return the recipe's keys in addition to those of finetuning."""
-        return PPO_KEYS if self.kind == "full_ppo" else GRPO_KEYS if self.kind.endswith("_grpo") else ()
+        return PPO_KEYS if self.kind == "full_ppo" else ()
 
     def safe_after(self, step: int) -> int:
         """Return the step that must be on disk once `step` is done, so that a kill loses only later steps."""
@@ -59,11 +56,11 @@ FULL, LORA = Variant("full", 1, budget=True), Variant("lora", 1)
 """Variants that are killed at every operation."""
 PAIRS, PAIRS_LORA = Variant("full_dpo", 2), Variant("lora_dpo", 1, budget=True)
 """Preference training, whose steps have two stages."""
-PPO, GRPO, GRPO_LORA = Variant("full_ppo", 2), Variant("full_grpo", 2), Variant("lora_grpo", 1)
+PPO = Variant("full_ppo", 2)
 """A step is an iteration, an epoch one pass over the prompts."""
 VARIANTS = (
     *(FULL, LORA, Variant("full", 2), Variant("lora", 2, budget=True)),
-    *(PAIRS, PAIRS_LORA, PPO, GRPO, GRPO_LORA),
+    *(PAIRS, PAIRS_LORA, PPO),
     *(Variant("full", 2, searched=True), Variant("lora", 1, searched=True)),
 )
 
@@ -94,14 +91,6 @@ def _config(variant: Variant, folder: Path, *overrides: str) -> DictConfig:
             *(f"dataset.samples={answers}", f"num_steps={EPOCHS * answers}", "max_generated_tokens=4"),
             *(f"batch_size={ROWS}", f"ppo_batch_size={ROWS}", f"ppo_epochs={UPDATES}", "forward_batch_size=1"),
             *(f"gradient_accumulation_steps={ROWS}", "optimizer.momentum=0.9"),
-            *overrides,
-        )
-    if variant.kind.endswith("_grpo"):
-        return grpo_config(
-            variant.kind,
-            folder,
-            *(f"dataset.samples={STEPS_PER_EPOCH * ROWS * variant.ranks}", f"num_steps={STEPS}"),
-            *(f"batch_size={ROWS}", f"ppo_epochs={UPDATES}", "optimizer.momentum=0.9"),
             *overrides,
         )
     samples = STEPS_PER_EPOCH * ROWS * MICROBATCHES * variant.ranks

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.unit.rl.test_settings import PPO_DEMO, config
+from tests.unit.rl.test_settings import DEMO, config
 from torchtune_adaptive.engine.limits import RowLimit
 from torchtune_adaptive.errors import ConfigError, SampleTooLargeError
 from torchtune_adaptive.rl.limits import LimitFinder
@@ -39,7 +39,7 @@ def test_answers_leave_space_for_a_prompt_in_every_model() -> None:
 def test_prompt_without_space_for_an_answer_is_named_before_training_with_row_limits_too(
     cut_at: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    settings, _ = read_ppo_settings(config(PPO_DEMO, "use_maximum_batch_size=False"))
+    settings, _ = read_ppo_settings(config(DEMO, "use_maximum_batch_size=False"))
     dataset = CheckedDataset([{"tokens": [1] * length, "labels": [1] * length} for length in (8, 3, 9)])
     loop: Any = SimpleNamespace(
         run=SimpleNamespace(settings=settings),

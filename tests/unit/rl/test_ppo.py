@@ -8,14 +8,13 @@ from torch import Tensor
 from torchtune import rlhf, training
 from torchtune.rlhf.loss import PPOLoss
 
-from tests.unit.rl.test_settings import PPO_DEMO, config
+from tests.unit.rl.test_settings import DEMO, config
 from torchtune_adaptive.rl.generation import lengths_of
 from torchtune_adaptive.rl.microbatches import policy_loss, value_loss
 from torchtune_adaptive.rl.ppo import add_advantages
 from torchtune_adaptive.rl.rollouts import (
     ADVANTAGES,
     LOG_PROBS,
-    MODEL_SCORE,
     REFERENCE_LOG_PROBS,
     RETURNS,
     SCORE,
@@ -45,7 +44,6 @@ def rollouts(scores: Tensor, reference: Tensor, answers: Tensor = ANSWERS) -> li
     counts = counts_of(made)
     valued = valued_of(counts)
     results = {
-        MODEL_SCORE: scores,
         SCORE: scores,
         LOG_PROBS: drawn(0)[: len(answers), : answers.size(1)] * counts,
         REFERENCE_LOG_PROBS: reference * counts,
@@ -61,7 +59,7 @@ VALUE_MASK = valued_of(COUNT_MASK)
 
 
 def settings(**changes: object) -> PPOSettings:
-    return replace(read_ppo_settings(config(PPO_DEMO))[1], penalise_no_eos=False, min_response_length=None, **changes)
+    return replace(read_ppo_settings(config(DEMO))[1], penalise_no_eos=False, min_response_length=None, **changes)
 
 
 def as_torchtune() -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -108,7 +106,7 @@ def test_advantages_and_figures_equal_torchtunes(whiten_rewards: bool, no_stop: 
 
 
 def loss_of(log_probs: Tensor, before: Tensor, advantages: Tensor, counts: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-    return policy_loss(log_probs, before, advantages, counts, torch.ones(len(counts)), (0.2, 0.2))
+    return policy_loss(log_probs, before, advantages, counts, 0.2)
 
 
 @pytest.mark.parametrize("rows", [1, 2, 5])

@@ -5,19 +5,15 @@ from typing import Any
 
 import pytest
 import torch
-from datasets import Dataset
 from omegaconf import OmegaConf
 
 from tests.unit.tune.minimal_config import NEEDED
 from torchtune_adaptive.config.keys import Settings
-from torchtune_adaptive.demo.tokenizer import DemoTokenizer
-from torchtune_adaptive.errors import ConfigError, SampleError
-from torchtune_adaptive.rl.prompts import Prompts
+from torchtune_adaptive.errors import SampleError
 from torchtune_adaptive.rl.rollouts import (
     answer_tokens,
     build_prompts,
     counts_of,
-    groups_of,
     sequences_of,
     worst_rollout,
 )
@@ -38,11 +34,6 @@ def test_rollout_is_cut_to_the_measured_length_with_the_longest_answer() -> None
         assert (generates.padded_length, len(generates.answer)) == (length, NEW)
     assert (WORST.whole_length, WORST.padded_length) == (PROMPT + NEW, PROMPT + NEW)
     assert counts_of([WORST]).all()
-
-
-def test_answers_to_a_prompt_are_numbered() -> None:
-    [(_, first), (_, second)] = groups_of([{"tokens": [1, 2]}, {"tokens": [3]}], 3, NEW, 4)
-    assert [each.number for each in (*first, *second)] == [*range(8)]
 
 
 def test_filler_tokens_do_not_count() -> None:
@@ -74,17 +65,3 @@ def test_prompt_is_truncated_by_the_tokenizer_and_an_empty_one_is_named() -> Non
         dataset[2]
     with pytest.raises(SampleError, match=r"sample 3 of the dataset \(on rank 0\) has tokens that are not a list of i"):
         dataset[3]
-
-
-ROWS = Dataset.from_list([{"question": "1+1", "answer": "2"}])
-
-
-def test_unknown_column_is_reported_with_the_columns() -> None:
-    with pytest.raises(ConfigError, match=r"^dataset\.column is 'questin': use one of the columns question, answer$"):
-        Prompts(DemoTokenizer(), ROWS, "questin", None)
-
-
-def test_null_question_is_an_error() -> None:
-    rows = Dataset.from_list([{"question": "1+1"}, {"question": None}])
-    with pytest.raises(ValueError, match="its question is null"):
-        Prompts(DemoTokenizer(), rows, "question", None)[1]

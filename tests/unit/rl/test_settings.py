@@ -1,8 +1,7 @@
-"""Configs of PPO and GRPO: one error names every line to change; unsupported options are refused."""
+"""Configs of PPO: one error names every line to change; unsupported options are refused."""
 
 from typing import cast
 
-import adaptive_grpo_full_finetune_distributed as recipe
 import pytest
 from omegaconf import DictConfig, OmegaConf
 
@@ -10,15 +9,10 @@ from torchtune_adaptive.config.checks import check_keys
 from torchtune_adaptive.config.command_line import read_config
 from torchtune_adaptive.config.registry import config_files
 from torchtune_adaptive.errors import AdaptiveError
-from torchtune_adaptive.rl.settings import PPO_KEYS, read_grpo_lora_settings, read_grpo_settings, read_ppo_settings
+from torchtune_adaptive.rl.settings import PPO_KEYS, read_ppo_settings
 
 STOCK, OURS = "mistral/7B_full_ppo_low_memory", "adaptive/mistral/7B_ppo"
-PPO_DEMO, GRPO_DEMO, LORA_DEMO = "adaptive/demo/ppo", "adaptive/demo/grpo", "adaptive/demo/grpo_lora"
-READERS = {
-    PPO_DEMO: read_ppo_settings,
-    GRPO_DEMO: read_grpo_settings,
-    LORA_DEMO: read_grpo_lora_settings,
-}
+DEMO = "adaptive/demo/ppo"
 
 
 def config(name: str, *overrides: str) -> DictConfig:
@@ -27,7 +21,7 @@ def config(name: str, *overrides: str) -> DictConfig:
 
 def refused(name: str, *overrides: str) -> str:
     with pytest.raises(AdaptiveError) as error:
-        READERS.get(name, read_ppo_settings)(config(name, *overrides))
+        read_ppo_settings(config(name, *overrides))
     return str(error.value)
 
 
@@ -50,22 +44,12 @@ def test_torchtunes_config_with_these_changes_is_accepted_and_equals_ours() -> N
     read_ppo_settings(config(OURS))
 
 
-def test_keys_of_torchtunes_grpo_are_read() -> None:
-    loss = ("loss={_component_: torchtune.dev.grpo.loss.GRPOSimpleLoss, kl_coeff: 0.1}", "batch_size=2")
-    settings, grpo = read_grpo_settings(config(GRPO_DEMO, *loss))
-    assert (settings.batch_size, grpo.answers, grpo.updates, grpo.iterations(8)) == (2, 16, 1, 150)
-    assert (grpo.loss.kl_coeff, grpo.loss.clip, grpo.lora) == (0.1, (0.2, 0.2), None)
-    _, adapters = read_grpo_lora_settings(config(LORA_DEMO, "save_adapter_weights_only=True"))
-    assert adapters.lora is not None
-    assert adapters.lora.lora_rank == 16
-
-
-OF_ALL = [
-    ("epochs=2", "epochs is 2, but {} trains for num_steps: remove it"),
+REFUSED = [
+    ("epochs=2", "epochs is 2, but PPO trains for num_steps: remove it"),
     ("tensor_parallel_dim=2", "tensor_parallel_dim is 2"),
-    ("fsdp_cpu_offload=True", "fsdp_cpu_offload is True, which {} does not support: allowed is False"),
+    ("fsdp_cpu_offload=True", "fsdp_cpu_offload is True, which PPO does not support: allowed is False"),
     ("enable_activation_offloading=True", "enable_activation_offloading is True"),
-    ("optimizer_in_bwd=True", "optimizer_in_bwd is True, which {} does not support"),
+    ("optimizer_in_bwd=True", "optimizer_in_bwd is True, which PPO does not support"),
     ("temperature=0", "temperature is 0"),
     ("temperature=1e-38", "temperature is 1e-38: allowed is a finite number of at least 1e-06"),
     ("temperature=.inf", "temperature is inf: allowed is a finite number of at least 1e-06"),
@@ -73,8 +57,6 @@ OF_ALL = [
     ("stop_token_ids=3", "a list of tokens"),
     ("stop_token_ids=[true]", "a list of tokens"),
     ("dataset.packed=True", "prompts cannot be packed"),
-]
-OF_PPO = [
     ("ppo_batch_size=5", "batch_size must be a multiple of ppo_batch_size"),
     ("gradient_accumulation_steps=3", "ppo_batch_size must be a multiple of gradient_accumulation_steps"),
     ("resume_from_checkpoint=True", "allowed is False or auto"),
@@ -89,30 +71,11 @@ OF_PPO = [
     ("loss.value_coef=5", "loss.value_coef is not a known key; allowed: epsilon, value_clip_range, value_coeff; did"),
     ("loss.value_coeff=.inf", "loss.value_coeff is inf: allowed is a number from 0 to 1e+12"),
 ]
-OF_GRPO = [
-    ("grpo_samples=1", "grpo_samples is 1: allowed is a whole number of at least 2, since"),
-    ("reward_functions=null", "reward_functions is missing"),
-    ("loss._component_=torchtune.rlhf.loss.PPOLoss", "loss._component_ is torchtune.rlhf.loss.PPOLoss, but GRPO has"),
-    (
-        "loss.kl_coef=5",
-        "loss.kl_coef is not a known key; allowed: epsilon, epsilon_high, kl_coeff, average; did you mean",
-    ),
-    ("loss.kl_coeff=1e38", "loss.kl_coeff is 1e+38: allowed is a number from 0 to 1e+12"),
-    ("loss.average=sequence", "loss.average is 'sequence': allowed is tokens or answers or length"),
-]
 
 
-@pytest.mark.parametrize(
-    ("name", "override", "part"),
-    [
-        *((name, *case) for name in (PPO_DEMO, GRPO_DEMO) for case in OF_ALL),
-        *((PPO_DEMO, *case) for case in OF_PPO),
-        *((GRPO_DEMO, *case) for case in OF_GRPO),
-        (LORA_DEMO, "model.lora_rank=0", "model.lora_rank is 0"),
-    ],
-)
-def test_unsupported_option_is_refused_by_its_name(name: str, override: str, part: str) -> None:
-    assert part.format("PPO" if name == PPO_DEMO else "GRPO") in refused(name, override)
+@pytest.mark.parametrize(("override", "part"), REFUSED)
+def test_unsupported_option_is_refused_by_its_name(override: str, part: str) -> None:
+    assert part in refused(DEMO, override)
 
 
 @pytest.mark.parametrize(
@@ -127,13 +90,4 @@ def test_unsupported_option_is_refused_by_its_name(name: str, override: str, par
     ],
 )
 def test_disabled_clipping_and_zero_coefficients_are_accepted(overrides: list[str]) -> None:
-    read_ppo_settings(config(PPO_DEMO, *overrides))
-
-
-def test_all_weights_of_the_policy_are_saved_even_if_the_config_asks_for_adapters(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Without adapters, `save_adapter_weights_only` would leave out all weights."""
-    monkeypatch.setattr(recipe, "Run", lambda settings, contents, **_: contents)
-    run = recipe.AdaptiveGRPOFullFinetuneDistributed(config(GRPO_DEMO, "save_adapter_weights_only=True"))
-    assert not run.run.adapter_only  # type: ignore[attr-defined]
+    read_ppo_settings(config(DEMO, *overrides))

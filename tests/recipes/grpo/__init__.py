@@ -1,1 +1,0 @@
-"""GRPO trains the same with any number of ranks, split or recovery, and resumes."""
