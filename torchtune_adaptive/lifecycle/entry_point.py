@@ -26,6 +26,7 @@ from torchtune_adaptive.engine.oom import fatal_on_oom
 from torchtune_adaptive.engine.ranks import from_all_ranks, let_gloo_threads_finish
 from torchtune_adaptive.errors import (
     AdaptiveError,
+    CheckpointError,
     CollectiveFailedError,
     RecoveryUnsupportedError,
     Remedy,
@@ -149,8 +150,9 @@ def _report(error: AdaptiveError, message: str) -> None:
     if os.environ.get("TORCHTUNE_ADAPTIVE_TRACEBACK"):
         traceback.print_exception(error)
     peer_failed = isinstance(error, CollectiveFailedError)
-    # before the process group exists, errors are about the config, so they are the same on all ranks
-    on_rank = f" (rank {rank()})" if rank() != 0 and dist.is_initialized() else ""
+    # errors about checkpoints, and those before the process group exists, about the config, are the same on all ranks
+    of_this_rank = dist.is_initialized() and not isinstance(error, CheckpointError)
+    on_rank = f" (rank {rank()})" if rank() != 0 and of_this_rank else ""
     text = f"{message}; {saved_and_next_start()}" if peer_failed else message
     write_error_file(f"error{on_rank}: {message}")
     print(f"\nerror{on_rank}: {text}", file=sys.stderr, flush=True)

@@ -26,7 +26,7 @@ def test_reason_of_a_short_fault_of_the_disk_is_shown(tmp_path: Path, numbers: i
     """torch's own error has no reason. Later writes would succeed, so they cannot show it either."""
     with python_opens_files(), pytest.raises((OSError, RuntimeError)) as failed:
         torch.save({"weight": torch.zeros(numbers)}, "/dev/full")
-    assert describe_failure(failed.value, tmp_path).startswith("No space left on device (")
+    assert describe_failure(failed.value, tmp_path).startswith("No space left on device: /dev/full (")
     unknown = RuntimeError("unexpected pos 64 vs 0")
     assert describe_failure(unknown, tmp_path).startswith("RuntimeError: unexpected pos 64 vs 0 (")
 

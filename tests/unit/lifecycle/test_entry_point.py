@@ -12,6 +12,8 @@ import torch
 from torchtune_adaptive.config.keys import AdaptiveConfig
 from torchtune_adaptive.config.remedies import KEYS
 from torchtune_adaptive.errors import (
+    AdaptiveError,
+    CheckpointError,
     CollectiveFailedError,
     LimitExhaustedError,
     RecoveryUnsupportedError,
@@ -126,6 +128,19 @@ def test_only_an_unrecoverable_run_is_recorded_as_broken(
     run = run_state.read_record(tmp_path)
     assert run is not None
     assert run.ended == ended
+
+
+@pytest.mark.parametrize(
+    ("error", "begins"),
+    [(CheckpointError("not saved"), "error: not saved"), (UnrecoverableError("too much"), "error (rank 1): too much")],
+)
+def test_report_names_its_rank_unless_the_error_is_that_of_all_ranks(
+    error: AdaptiveError, begins: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setattr(entry_point.dist, "is_initialized", lambda: True)
+    entry_point._report(error, error.in_words(KEYS))
+    assert capsys.readouterr().err.strip() == begins
 
 
 @pytest.mark.parametrize(("status", "ended"), [(None, 1), (0, 1), (3, 3)])
