@@ -12,22 +12,66 @@ from torch import nn
 from tests.null.processes import OnNull
 from tests.ranks import RankFailed
 
+MIB = 2**20
 
-def streams() -> tuple[bool, bool, float]:
-    side = torch.cuda.Stream()
-    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+
+def newly_reserved(waits_for: str) -> int:
+    """Free memory that a side stream uses, and allocate as much. Return the MiB that the allocator reserves for it."""
+    side, before, after = torch.cuda.Stream(), torch.cuda.Event(), torch.cuda.Event()
+    used, small = torch.empty(64 * MIB, device="cuda", dtype=torch.uint8), torch.empty(1, device="cuda")
+    before.record()
     with torch.cuda.stream(side):
-        start.record()
-        torch.empty(2**20, device="cuda").add_(1)
-        end.record()
-    return end.query(), side.query(), start.elapsed_time(end)
+        used.add_(1)
+        used.record_stream(side)
+        del used
+        after.record()
+    match waits_for:
+        case "device":
+            torch.cuda.synchronize()
+        case "stream":
+            side.synchronize()
+        case "event":
+            after.synchronize()
+        case "another stream":
+            torch.cuda.default_stream().wait_event(after)
+            small.item()
+        case "earlier event":
+            before.synchronize()
+            small.item()
+        case "work":
+            for _ in range(1024):
+                small.add_(1)
+        case "less work":
+            for _ in range(100):
+                small.add_(1)
+        case "polls":
+            while not after.query():
+                pass
+    before_bytes = torch.cuda.memory_reserved()
+    torch.empty(64 * MIB, device="cuda", dtype=torch.uint8)
+    return (torch.cuda.memory_reserved() - before_bytes) // MIB
 
 
-def test_streams_and_events_finish_immediately(on_null: OnNull) -> None:
-    over, empty, milliseconds = on_null(streams)
-    assert over
-    assert empty
-    assert milliseconds > 0  # autotuners divide by it
+@pytest.mark.parametrize(
+    ("waits_for", "reserved"),
+    [
+        *((wait, 0) for wait in ("device", "stream", "event", "another stream", "work", "polls")),
+        *((wait, 64) for wait in ("nothing", "earlier event", "less work")),
+    ],
+)
+def test_memory_of_another_stream_is_reused_only_after_its_work(waits_for: str, reserved: int, on_null: OnNull) -> None:
+    assert on_null(newly_reserved, waits_for) == reserved
+
+
+def seconds() -> float:
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    end.record()
+    return start.elapsed_time(end)
+
+
+def test_events_measure_a_time_by_which_autotuners_can_divide(on_null: OnNull) -> None:
+    assert on_null(seconds) > 0
 
 
 def captured() -> tuple[int, int]:

@@ -84,7 +84,6 @@ UPDATE = """
         ("x = torch.fft.fft(x).real", "workspaces of cuFFT, cuSOLVER and cuSPARSE"),
         ("torch.linalg.eigh(x.detach().T @ x.detach())", "workspaces of cuFFT, cuSOLVER and cuSPARSE"),
         ("sparse @ x.T.detach()", "workspaces of cuFFT, cuSOLVER and cuSPARSE"),
-        ("x.record_stream(torch.cuda.Stream())", "record_stream"),
     ],
 )
 def test_memory_that_is_not_counted_has_a_warning(line: str, warning: str, rehearse: Rehearse) -> None:

@@ -120,13 +120,13 @@ static int on_card(const void *memory) {
 }
 
 API int cudaMalloc(void **out, size_t bytes) { return allocate(current_device(), bytes, out); }
-API int cudaFree(void *memory) { return freed(), release(memory); }
+API int cudaFree(void *memory) { return cudaDeviceSynchronize(), release(memory); }
 API int cudaMallocAsync(void **out, size_t bytes, void *stream) { return allocate(current_device(), bytes, out); }
 API int cudaFreeAsync(void *memory, void *stream) { return release(memory); }
 API int cudaHostAlloc(void **out, size_t bytes, unsigned flags) { return allocate(PINNED, bytes, out); }
 API int cudaMallocHost(void **out, size_t bytes) { return allocate(PINNED, bytes, out); }
 API int cudaMallocManaged(void **out, size_t bytes, unsigned flags) { return allocate(MANAGED, bytes, out); }
-API int cudaFreeHost(void *memory) { return freed(), release(memory); }
+API int cudaFreeHost(void *memory) { return cudaDeviceSynchronize(), release(memory); }
 
 static int memory_info(size_t *left, size_t *total) {
   int place = current_device();
@@ -239,7 +239,8 @@ static void copy(char *to, const char *from, size_t bytes) {
 }
 
 API int cudaMemcpyAsync(void *to, const void *from, size_t bytes, int kind, void *stream) {
-  if (on_card(from) && place_of(to) < 0) copied_to_pageable(stream);
+  if (on_card(from) && place_of(to) < 0) cudaStreamSynchronize(stream);
+  issue_work();
   return copy(to, from, bytes), SUCCESS;
 }
 API int cudaMemcpy(void *to, const void *from, size_t bytes, int kind) { return cudaMemcpyAsync(to, from, bytes, kind, NULL); }
@@ -256,4 +257,4 @@ API int cudaMemset(void *at, int value, size_t bytes) {
   else clear(at, bytes);
   return SUCCESS;
 }
-API int cudaMemsetAsync(void *at, int value, size_t bytes, void *stream) { return cudaMemset(at, value, bytes); }
+API int cudaMemsetAsync(void *at, int value, size_t bytes, void *stream) { return issue_work(), cudaMemset(at, value, bytes); }

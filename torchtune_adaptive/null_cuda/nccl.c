@@ -85,16 +85,10 @@ API void null_cuda_record(const char *line) {
 }
 
 // Order of the work on streams. `wait` is only recorded for cudaStreamWaitEvent, since work on a stream waits for all earlier work.
-static int ordered(const char *what, const void *first, const void *second) {
+int record_order(const char *what, const void *first, const void *second) {
   if (records()) say("%s\t%lx\t%lx\n", what, (long)first, (long)second);
   return SUCCESS;
 }
-API int cudaEventRecord(void *event, void *stream) { return ordered("record", stream, event); }
-API int cudaEventRecordWithFlags(void *event, void *stream, unsigned flags) { return ordered("record", stream, event); }
-API int cudaStreamWaitEvent(void *stream, void *event, unsigned flags) { return ordered("wait", stream, event); }
-API int cudaEventSynchronize(void *event) { return ordered("event", event, 0); }
-API int cudaStreamSynchronize(void *stream) { return ordered("stream", stream, 0); }
-API int cudaDeviceSynchronize(void) { return ordered("device", 0, 0); }
 
 // Data.
 static Channel *channel(Communicator *of, Channel *at, int from, int to) {
@@ -219,10 +213,6 @@ void before_release(const void *at, size_t bytes) {
     if (overlaps(r, at, bytes)) r->out = NULL;
   pthread_mutex_unlock(&lock);
 }
-void copied_to_pageable(void *stream) {
-  if (records()) say("stream\t%lx\t0\n", (long)stream);
-}
-void freed(void) { ordered("device", 0, 0); }
 
 // Calls.
 static int fails_after = -1; // calls of NCCL, for tests

@@ -28,5 +28,8 @@ int place_of(const void *memory);
 // The recording of NCCL (nccl.c): a copy reads results of collectives, and writes or releases memory that results would go to.
 void before_copy(const void *to, const void *from, size_t bytes);
 void before_release(const void *at, size_t bytes);
-void copied_to_pageable(void *stream); // waits for the stream
-void freed(void); // waits for the device
+int record_order(const char *what, const void *first, const void *second);
+// Streams and events (events.c).
+void issue_work(void); // counts a kernel or a copy on the current device
+API int cudaStreamSynchronize(void *stream);
+API int cudaDeviceSynchronize(void);

@@ -116,7 +116,7 @@ class DeviceValues:
         torch.Tensor.__bool__ = self._guess_bool(torch.Tensor.__bool__)  # type: ignore[method-assign,assignment]
         for where, name in product((torch.Tensor, torch), _CHECKS):
             setattr(where, name, _check(getattr(where, name)))
-        to_list, to_int = torch.Tensor.tolist, torch.Tensor.__int__
+        to_list, to_int, get = torch.Tensor.tolist, torch.Tensor.__int__, torch.Tensor.__getitem__
 
         def tolist(tensor: torch.Tensor) -> Any:
             copied = tensor.cpu()
@@ -124,6 +124,15 @@ class DeviceValues:
             return tree_map(GuessedFloat, values) if hasattr(copied, _GUESSED) else values
 
         torch.Tensor.tolist = tolist  # type: ignore[method-assign,assignment]
+
+        @functools.wraps(get)
+        def get_item(tensor: torch.Tensor, index: Any) -> torch.Tensor:
+            if getattr(index, "dtype", None) is torch.bool and hasattr(index, _GUESSED):
+                self.guesses.integer(MASK)
+                index = torch.ones_like(index)
+            return get(tensor, index)
+
+        torch.Tensor.__getitem__ = get_item  # type: ignore[method-assign,assignment]
 
         def int_of_float(tensor: torch.Tensor) -> int:
             known = tensor.is_cuda and tensor.is_floating_point() and self.guesses.integer()
@@ -287,6 +296,8 @@ class DeviceValues:
     def _create_on_host_too(self, function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         @functools.wraps(function)
         def create(*args: Any, **kwargs: Any) -> torch.Tensor:
+            if function.__name__ == "arange" and any(type(each) is GuessedFloat for each in args):
+                args = tuple(map(int, args))  # which reports the guess
             result = function(*args, **kwargs)
             if self._can_be_known(result, floats=1) and kwargs.get("out") is None:
                 self._write(result, function(*args, **{**kwargs, "device": "cpu"}))

@@ -97,6 +97,8 @@ def _calculating(name: str) -> Callable[..., Any]:
 
     def guess(*numbers: Any) -> Any:
         result = calculate(*numbers)
+        if isinstance(result, tuple):
+            return tuple(map(GuessedFloat, result))
         return GuessedFloat(result) if type(result) is float else result
 
     return guess
@@ -115,7 +117,7 @@ def _comparing(name: str) -> Callable[[GuessedFloat, object], Any]:
     return guess
 
 
-for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow"):
+for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "divmod"):
     for _each in f"__{_name}__", f"__r{_name}__":
         setattr(GuessedFloat, _each, _calculating(_each))
 for _each in "__neg__", "__pos__", "__abs__":

@@ -81,7 +81,6 @@ def replace_functions() -> tuple[FakeRanks, DeviceValues, set[str]]:
     _skip_autotuning()
     _skip_writes_on_host()
     _run_recurrent_layers_without_cudnn(notes)
-    _note_streams(notes)
     after_import("transformers.modeling_utils", _build_models_without_weights)
     values.install()
     return fake_ranks, values, notes
@@ -184,17 +183,6 @@ def _run_recurrent_layers_without_cudnn(notes: set[str]) -> None:
                 return layer_forward(*args, **kwargs)
 
         layer.forward = forward  # type: ignore[method-assign]
-
-
-def _note_streams(notes: set[str]) -> None:
-    record_stream = torch.Tensor.record_stream
-
-    @functools.wraps(record_stream)
-    def noted(tensor: torch.Tensor, stream: Any) -> None:
-        notes.add("record_stream: streams finish their work at once here, so training needs more memory while they run")
-        record_stream(tensor, stream)
-
-    torch.Tensor.record_stream = noted  # type: ignore[method-assign,assignment]
 
 
 def _skip_autotuning() -> None:
