@@ -11,7 +11,7 @@ from torchtune.modules import peft
 from tests.fault_injection import FaultInjector
 from tests.ranks import run_on_ranks
 from tests.recipes.grpo.tiny import JUDGE, KINDS, STEPS, grpo_config
-from tests.recipes.recorders import read_log
+from tests.recipes.recorders import assert_same_figures, read_log
 from tests.recipes.running import load_ours
 from torchtune_adaptive.rl.stages import GENERATE, SCORE_POLICY, SCORE_REFERENCE, TRAIN_POLICY
 
@@ -80,9 +80,8 @@ def test_ranks_split_and_recovery_do_not_change_training(runs: Path, kind: str, 
     like = runs / kind / "two ranks"
     lines, expected = (read_log(folder / "log.jsonl") for folder in (runs / kind / name, like))
     assert len(lines) == len(expected) == STEPS
-    for line, other in zip(lines, expected, strict=True):
-        for figure in ("scores", "loss", "kl", "entropy", "cut_off", "grad_norm", "groups_without_signal"):
-            assert line[figure] == pytest.approx(other[figure], rel=1e-4, abs=1e-6), figure
+    figures = ("scores", "loss", "kl", "entropy", "cut_off", "grad_norm", "groups_without_signal")
+    assert_same_figures(lines, expected, figures, rel=1e-4, abs=1e-6)
     for weight_name, weight in weights(like).items():
         torch.testing.assert_close(
             weights(runs / kind / name)[weight_name], weight, rtol=1e-4, atol=1e-6, msg=weight_name

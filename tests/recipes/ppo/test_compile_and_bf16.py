@@ -8,7 +8,7 @@ import torch
 
 from tests.ranks import run_on_ranks
 from tests.recipes.ppo.rollouts import ppo_config, saved
-from tests.recipes.recorders import read_log
+from tests.recipes.recorders import assert_same_figures, read_log
 from tests.recipes.running import run_ours
 
 SMALL = (
@@ -20,13 +20,8 @@ SMALL = (
     "dataset.samples=8",
     "max_generated_tokens=4",
 )
-FUNCTIONS = f"reward_functions=[{{_component_: {__name__}.brief, weight: 0.5}}]"
-WAYS = {"plain": (), "compiled": ("compile=True",), "bf16": ("dtype=bf16",), "functions": (FUNCTIONS,)}
+WAYS = {"plain": (), "compiled": ("compile=True",), "bf16": ("dtype=bf16",)}
 RELATIVE = 1e-5
-
-
-def brief(completion_ids: list[list[int]], **_: object) -> list[float]:
-    return [-len(tokens) / 8 for tokens in completion_ids]
 
 
 def train(folder: Path) -> None:
@@ -45,9 +40,9 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_compiled_run_equals_the_plain_run(runs: Path) -> None:
     torch.testing.assert_close(saved(runs / "compiled"), saved(runs / "plain"), rtol=RELATIVE, atol=1e-6)
-    for mine, plain in zip(*(read_log(runs / way / "log.jsonl") for way in ("compiled", "plain")), strict=True):
-        for figure in ("scores", "kl", "policy_loss", "value_loss", "response_lengths"):
-            assert mine[figure] == pytest.approx(plain[figure], rel=RELATIVE, abs=1e-6), figure
+    compiled, plain = (read_log(runs / way / "log.jsonl") for way in ("compiled", "plain"))
+    figures = ("scores", "kl", "policy_loss", "value_loss", "response_lengths")
+    assert_same_figures(compiled, plain, figures, rel=RELATIVE, abs=1e-6)
 
 
 def test_bf16_run_trains_both_models_and_stays_close(runs: Path) -> None:
@@ -60,9 +55,3 @@ def test_bf16_run_trains_both_models_and_stays_close(runs: Path) -> None:
     first = read_log(runs / "bf16" / "log.jsonl")[0]
     assert first["kl"] == 0.0
     assert first["value_loss"] == pytest.approx(read_log(runs / "plain" / "log.jsonl")[0]["value_loss"], rel=0.3)
-
-
-def test_reward_functions_are_added_to_the_reward_model(runs: Path) -> None:
-    line, plain = (read_log(runs / way / "log.jsonl")[0] for way in ("functions", "plain"))
-    assert -1 < line["reward/brief"] < 0
-    assert line["scores"] == pytest.approx(plain["scores"] + 0.5 * line["reward/brief"], rel=RELATIVE)
