@@ -6,28 +6,10 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import nn
 
 from tests.null.processes import OnNull
 from tests.ranks import RankFailed
-
-
-def streams() -> tuple[bool, bool, float]:
-    side = torch.cuda.Stream()
-    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    with torch.cuda.stream(side):
-        start.record()
-        torch.empty(2**20, device="cuda").add_(1)
-        end.record()
-    return end.query(), side.query(), start.elapsed_time(end)
-
-
-def test_streams_and_events_finish_immediately(on_null: OnNull) -> None:
-    over, empty, milliseconds = on_null(streams)
-    assert over
-    assert empty
-    assert milliseconds > 0  # autotuners divide by it
 
 
 def captured() -> tuple[int, int]:
@@ -45,21 +27,6 @@ def captured() -> tuple[int, int]:
 def test_cuda_graph_keeps_its_memory(on_null: OnNull) -> None:
     with_graph, without = on_null(captured)
     assert with_graph >= 5 * 2**28 > without
-
-
-def attended() -> tuple[str, int]:
-    shape = (2, 8, 256, 64)
-    heads = [torch.empty(shape, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3)]
-    found = F.scaled_dot_product_attention(*heads, is_causal=True)
-    kernel = type(found.grad_fn).__name__
-    found.sum().backward()
-    return kernel, sum(head.grad.numel() for head in heads if head.grad is not None)
-
-
-def test_attention_uses_the_kernel_that_torch_chooses_for_the_card(on_null: OnNull) -> None:
-    kernel, numbers = on_null(attended)
-    assert kernel in ("ScaledDotProductCudnnAttentionBackward0", "ScaledDotProductFlashAttentionBackward0")
-    assert numbers == 3 * 2 * 8 * 256 * 64
 
 
 def libraries() -> dict[str, int]:
@@ -112,19 +79,6 @@ def recurrent() -> None:
 def test_recurrent_cudnn_layers_are_refused_in_one_line(on_null: OnNull) -> None:
     with pytest.raises(RankFailed, match="cuDNN error: not available on a null device"):
         on_null(recurrent)
-
-
-def exchanged() -> tuple[list[float], int]:
-    """Return the sum over two ranks' cards, and the bytes allocated on this rank's card."""
-    mine = torch.full((3,), dist.get_rank() + 1.0).cuda()
-    dist.all_reduce(mine)
-    return mine.tolist(), torch.cuda.memory_allocated()
-
-
-def test_gloo_transfers_data_of_two_ranks_cards(on_null: OnNull) -> None:
-    for total, allocated in on_null(exchanged, ranks=2):
-        assert total == [3.0, 3.0, 3.0]
-        assert allocated == 512
 
 
 def by_nccl() -> tuple[list[float], list[float]]:
