@@ -169,7 +169,7 @@ soak: $(READY)
 	$(BIN)/python -W ignore -m tests.recipes.long.endurance 2>$(VENV)/soak.log || { tail -n 50 $(VENV)/soak.log; exit 1; }
 	$(BIN)/python -m $(PYTEST) -m nightly
 
-# hundreds of `kill -9` and signals, restarts by torchrun, full and read-only disks; under 40 minutes on two cores
+# hundreds of `kill -9` and signals, full and read-only disks; under 40 minutes on two cores
 crash: $(READY)
 	$(BIN)/python -W ignore -m tests.recipes.crash 2>$(VENV)/crash.log || { tail -n 50 $(VENV)/crash.log; exit 1; }
 

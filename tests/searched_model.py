@@ -216,12 +216,6 @@ def drawn_budgets(peaks: Sequence[Sequence[int]], seed: int, slack: int = 0) -> 
     return budgets
 
 
-def naive_rows(peaks: Sequence[int], budget: int) -> float:
-    """Extrapolate the peak of the whole step from one and two rows; return the predicted number of rows."""
-    slope = peaks[1] - peaks[0]
-    return (budget - (peaks[0] - slope)) / slope if slope > 0 else float("inf")
-
-
 def state_of(trained: Trained) -> Any:
     """Return everything that training depends on, bit by bit, in a form that compares with ==."""
     optimizer = trained.optimizer

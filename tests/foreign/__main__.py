@@ -5,7 +5,6 @@ A script states in its comments how it is rehearsed and what must come out:
     # command: --ranks 8 -- torchrun SCRIPT    options and command (default: `-- SCRIPT`)
     # bytes: 8.03e9 * 16 / 8                   weights, gradients and optimizer state: the peak is at least this
     # at most: 2                               and at most this multiple (default: 1.25)
-    # refused: text, or: out of memory         the expected error instead
 
 A script with several commands is rehearsed once with each, and each has its own bytes.
 
@@ -106,15 +105,8 @@ def judge(case: Case, printed: str, errors: str, cpu_s: float) -> Found:
     peak = max((step["allocated_bytes"] for step in steps if step), default=0)
     least = eval(declared(case.about, "bytes", "0"))
     most = float(declared(case.about, "at most", "1.25"))
-    refused = declared(case.about, "refused")
     wrong = ""
-    if refused:
-        if answer.get("fits") is not None or refused not in verdict + errors:
-            wrong = f"not refused with {refused!r}"
-    elif re.search("^# out of memory", case.about, re.MULTILINE):
-        if not answer.get("out_of_memory"):
-            wrong = "no out-of-memory error"
-    elif not answer.get("fits"):
+    if not answer.get("fits"):
         wrong = "no answer" if not answer.get("out_of_memory") else "does not fit"
     elif not least <= peak <= most * least:
         wrong = f"the peak is {peak / least:.2f} times the expected bytes, not 1 to {most}"

@@ -1,4 +1,4 @@
-"""Searches and steps of a model in full size, as rank 0 of 8, with torch's allocator."""
+"""Steps and token budgets of a model in full size, as rank 0 of 8, with torch's allocator."""
 
 import os
 import random
@@ -17,7 +17,7 @@ from torchtune_adaptive.engine import ranks as collectives
 from torchtune_adaptive.engine import snapshot
 from torchtune_adaptive.engine.memory import CudaMemory
 from torchtune_adaptive.engine.oom import release_memory
-from torchtune_adaptive.engine.probes import find_max_batch_size, profile_memory
+from torchtune_adaptive.engine.probes import profile_memory
 from torchtune_adaptive.engine.step import StepRunner
 from torchtune_adaptive.null_cuda import set_memory
 from torchtune_adaptive.tune.samples import Sample
@@ -90,34 +90,6 @@ def drift(layers: int, rows: int, steps: int, expandable: bool) -> Drift:
             reserved.append(torch.cuda.max_memory_reserved())
         assert torch.cuda.memory_stats()["num_alloc_retries"] == 0
         return Drift(*probe, tuple(reserved))
-
-
-class Searched(NamedTuple):
-    probes: tuple[tuple[int, int, int], ...]
-    """Rows, bytes and flushes of each probe."""
-    rows: int
-    flushes: dict[int, int]
-    """By rows, in a step of the longest samples and then steps of mixed lengths; -1 if they ran out of memory."""
-
-
-def searched(layers: int, memory: int, steps: int, expandable: bool) -> Searched:
-    set_memory(memory)
-    with at_size(layers, expandable) as step:
-        found = find_max_batch_size(step.to_search(TOKENS), round_to="none", whole_step_rows=1, max_rows=512)
-        flushes = {}
-        for rows in (found.rows, found.rows * 5 // 4):
-            release_memory()
-            before = CudaMemory().retries
-            try:
-                train(step, [worst(TOKENS)] * rows)
-                for samples in mixed(rows, steps):
-                    train(step, samples)
-            except torch.OutOfMemoryError:
-                flushes[rows] = -1
-                break
-            flushes[rows] = CudaMemory().retries - before
-        probes = tuple((each.rows, each.peak.peak_bytes or 0, each.peak.retries) for each in found.probes)
-        return Searched(probes, found.rows, flushes)
 
 
 class Budgeted(NamedTuple):

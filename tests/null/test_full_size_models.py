@@ -1,22 +1,13 @@
-"""Decisions of the search and the governor with torch's allocator, for layers in full size."""
+"""Decisions of the profile and the governor with torch's allocator, for layers in full size."""
 
 import pytest
 
-from tests.null.full_size_models import budgeted, crowded, drift, searched
+from tests.null.full_size_models import budgeted, crowded, drift
 from tests.null.processes import OnNull
 from torchtune_adaptive.engine.governor import THRASHING
 
 LAYERS, MEMORY = 4, 24 * 10**9
 SEGMENTS = pytest.mark.parametrize("expandable", [False, True], ids=["segments", "expandable"])
-
-
-@SEGMENTS
-def test_search_finds_flush_free_rows_of_at_least_four_fifths_in_four_probes(on_null: OnNull, expandable: bool) -> None:
-    found = on_null(searched, LAYERS, MEMORY, 5, expandable)
-    assert found.flushes[found.rows] == 0
-    assert found.flushes[found.rows * 5 // 4] != 0
-    assert len(found.probes) <= 4
-    assert sum(flushes > 0 for _, _, flushes in found.probes) <= 1
 
 
 @SEGMENTS

@@ -6,7 +6,6 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import nn
 
 from tests.null.processes import OnNull
@@ -91,21 +90,6 @@ def test_cuda_graph_keeps_its_memory(on_null: OnNull) -> None:
     assert with_graph >= 5 * 2**28 > without
 
 
-def attended() -> tuple[str, int]:
-    shape = (2, 8, 256, 64)
-    heads = [torch.empty(shape, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3)]
-    found = F.scaled_dot_product_attention(*heads, is_causal=True)
-    kernel = type(found.grad_fn).__name__
-    found.sum().backward()
-    return kernel, sum(head.grad.numel() for head in heads if head.grad is not None)
-
-
-def test_attention_uses_the_kernel_that_torch_chooses_for_the_card(on_null: OnNull) -> None:
-    kernel, numbers = on_null(attended)
-    assert kernel in ("ScaledDotProductCudnnAttentionBackward0", "ScaledDotProductFlashAttentionBackward0")
-    assert numbers == 3 * 2 * 8 * 256 * 64
-
-
 def libraries() -> dict[str, int]:
     """Return the bytes requested by operations of cuSOLVER, cuFFT and cuSPARSE, and by a kernel of NVRTC."""
     square = torch.zeros(64, 64, device="cuda")
@@ -156,19 +140,6 @@ def recurrent() -> None:
 def test_recurrent_cudnn_layers_are_refused_in_one_line(on_null: OnNull) -> None:
     with pytest.raises(RankFailed, match="cuDNN error: not available on a null device"):
         on_null(recurrent)
-
-
-def exchanged() -> tuple[list[float], int]:
-    """Return the sum over two ranks' cards, and the bytes allocated on this rank's card."""
-    mine = torch.full((3,), dist.get_rank() + 1.0).cuda()
-    dist.all_reduce(mine)
-    return mine.tolist(), torch.cuda.memory_allocated()
-
-
-def test_gloo_transfers_data_of_two_ranks_cards(on_null: OnNull) -> None:
-    for total, allocated in on_null(exchanged, ranks=2):
-        assert total == [3.0, 3.0, 3.0]
-        assert allocated == 512
 
 
 def by_nccl() -> tuple[list[float], list[float]]:

@@ -63,7 +63,7 @@ def test_every_command_of_the_tutorial_runs(tmp_path: Path) -> None:
 
     configure(HERE)
     assert train[:2] == ["tune", "run"]
-    with run_in_terminal(tmp_path, train[2:], forked=True) as started:
+    with run_in_terminal(tmp_path, train[2:]) as started:
         started.when(lambda: "step_4 saved" in started.output, STARTS_S)
         os.killpg(started.process.pid, signal.SIGINT)
         started.process.wait(60)

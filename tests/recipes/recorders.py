@@ -2,10 +2,11 @@
 
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from omegaconf import DictConfig
@@ -54,6 +55,20 @@ class NormSGD(torch.optim.SGD):
 
 def read_log(path: Path) -> list[dict[str, float]]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def assert_same_figures(
+    ours: Sequence[Mapping[str, float]],
+    theirs: Sequence[Mapping[str, float]],
+    figures: Iterable[str],
+    *,
+    rel: float = 0.0,
+    abs: float = 0.0,
+) -> None:
+    """Compare the logs of two runs, step by step."""
+    for mine, its in zip(ours, theirs, strict=True):
+        for figure in figures:
+            assert mine[figure] == pytest.approx(its[figure], rel=rel, abs=abs), (mine.get("step"), figure)
 
 
 def events_of(folder: Path, kind: str) -> list[dict[str, Any]]:

@@ -23,6 +23,15 @@ class Answer(NamedTuple):
 Rehearse = Callable[..., Answer]
 
 
+def run_program(folder: Path, *words: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run a program of this environment in a folder."""
+    program = str(Path(sys.executable).with_name(words[0]))
+    return subprocess.run(
+        [program, *words[1:]], cwd=folder, capture_output=True, text=True, timeout=300,
+        env={**os.environ, "OMP_NUM_THREADS": "1", **variables},
+    )  # fmt: skip
+
+
 @pytest.fixture
 def rehearse(tmp_path: Path) -> Rehearse:
     """Return `rehearse(script, *options, command=[...])`, which saves the script as train.py and rehearses it."""
@@ -33,13 +42,9 @@ def rehearse(tmp_path: Path) -> Rehearse:
         variables: Mapping[str, str] | None = None,
     ) -> Answer:  # fmt: skip
         (tmp_path / "train.py").write_text(dedent(script))
-        answer = subprocess.run(
-            [str(Path(sys.executable).with_name("tune-adaptive")), "rehearse", *options]
-            + (["--format", "json"] if json_format else [])
-            + ["--", *command],
-            cwd=tmp_path, capture_output=True, text=True, timeout=300,
-            env={**os.environ, "OMP_NUM_THREADS": "1", **(variables or {})},
-        )  # fmt: skip
+        as_json = ("--format", "json") if json_format else ()
+        words = ("tune-adaptive", "rehearse", *options, *as_json, "--", *command)
+        answer = run_program(tmp_path, *words, **(variables or {}))
         found = json.loads(answer.stdout) if json_format and answer.stdout else answer.stdout
         return Answer(answer.returncode, found, answer.stderr)
 

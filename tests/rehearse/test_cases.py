@@ -1,11 +1,8 @@
 """Rehearsals from Python, from pytest and from files of cases."""
 
 import json
-import os
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from textwrap import dedent
 from xml.etree import ElementTree
@@ -14,22 +11,13 @@ import pytest
 
 from tests.null.processes import skip_without_null_device
 from tests.pages.test_documents import files_of
-from tests.rehearse.conftest import Rehearse
+from tests.rehearse.conftest import Rehearse, run_program
 from tests.rehearse.test_rehearse import TRAINS, WEIGHTS
 from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.rehearse import interface
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "ci"
 GIB = 2**30
-
-
-def run(folder: Path, *words: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    """Run a program of this environment in a folder."""
-    program = str(Path(sys.executable).with_name(words[0]))
-    return subprocess.run(
-        [program, *words[1:]], cwd=folder, capture_output=True, text=True, timeout=300,
-        env={**os.environ, "OMP_NUM_THREADS": "1", **variables},
-    )  # fmt: skip
 
 
 def test_python_returns_what_the_command_prints(
@@ -75,7 +63,7 @@ def test_larger_config_is_reported_by_kind_and_a_killed_script_does_not_end_the_
     medium = folder / "configs" / "medium.json"
     medium.write_text(medium.read_text().replace('"vocabulary": 32000', '"vocabulary": 53248'))
     words = ("--cases", "fits.toml", "--shard", "1/2", "--jobs", "2", "--junit", "out/fits.xml")
-    ended = run(folder, "tune-adaptive", "rehearse", *words)
+    ended = run_program(folder, "tune-adaptive", "rehearse", *words)
     assert ended.returncode == 2, ended.stderr
     table = ended.stdout.partition("\n\n")[0]
     small, medium_row, killed_row = table.splitlines()[1:]
@@ -95,7 +83,7 @@ def test_larger_config_is_reported_by_kind_and_a_killed_script_does_not_end_the_
 def test_file_of_cases_excludes_a_command_and_options_of_one(tmp_path: Path) -> None:
     (tmp_path / "fits.toml").write_text("[[case]]\ncommand = 'a.py'\n")
     for words, name in (("--gpu", "4090"), "gpu"), (("--", "train.py"), "the command"):
-        ended = run(tmp_path, "tune-adaptive", "rehearse", "--cases", "fits.toml", *words)
+        ended = run_program(tmp_path, "tune-adaptive", "rehearse", "--cases", "fits.toml", *words)
         assert (ended.returncode, f"--cases reads {name} from its file" in ended.stderr) == (2, True)
 
 
@@ -117,12 +105,12 @@ def test_fixture_of_pytest_fails_a_test_whose_peak_has_grown(tmp_path: Path) -> 
     (tmp_path / "train.py").write_text(dedent(TRAINS))
     (tmp_path / "tests").mkdir()
     (tmp_path / "tests" / "test_fits.py").write_text(dedent(TESTS))
-    ended = run(tmp_path, "pytest", "-q", "--update-peaks")
+    ended = run_program(tmp_path, "pytest", "-q", "--update-peaks")
     assert ended.returncode == 0, ended.stdout + ended.stderr
     recorded = json.loads((tmp_path / "tests" / "peaks.json").read_text())
     assert recorded["test_fits.py::test_fits"]["by_kind"]["optimizer"] == 2 * WEIGHTS
     (tmp_path / "train.py").write_text(dedent(TRAINS).replace("range(4)", "range(5)"))
-    ended = run(tmp_path, "pytest", "-q")
+    ended = run_program(tmp_path, "pytest", "-q")
     assert ended.returncode == 1
     assert re.search(r"320.00 MiB \(25.0 %\) more allocated than the recorded 1.25 GiB", ended.stdout), ended.stdout
     assert re.search(r"optimizer +512.00 MiB +640.00 MiB +\+128.00 MiB\n", ended.stdout)

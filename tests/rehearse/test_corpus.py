@@ -1,29 +1,29 @@
 """No rehearsal predicts too little memory without a warning: scripts whose memory depends on computed values."""
 
+import ast
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.null.processes import skip_without_null_device
-from tests.rehearse.conftest import Rehearse
+from tests.rehearse.conftest import Rehearse, run_program
 
-CORPUS = Path(__file__).parent / "corpus"
-SCRIPTS = sorted(path.stem for path in CORPUS.glob("*.py") if path.stem != "common")
+CORPUS = Path(__file__).with_name("corpus.py")
+SOURCES = {
+    each.name: each
+    for each in ast.parse(CORPUS.read_text()).body
+    if isinstance(each, ast.FunctionDef) and [argument.arg for argument in each.args.args] == ["step"]
+}
 FAST = {"layer_drop", "size_from_a_float"}
 IN_LATER_STEPS = {"longer_rows_later", "evaluation_later", "unfrozen_later", "replay_buffer"}
 
 
 def rehearse_script(name: str, *options: str, **variables: str) -> dict[str, Any]:
-    command = [str(Path(sys.executable).with_name("tune-adaptive")), "rehearse", "--format", "json", *options]
-    answer = subprocess.run(
-        [*command, "--", str(CORPUS / f"{name}.py")], env={**os.environ, "OMP_NUM_THREADS": "1", **variables},
-        capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
+    command = (str(CORPUS), name, "25" if name in IN_LATER_STEPS else "3")
+    words = ("tune-adaptive", "rehearse", "--format", "json", *options, "--", *command)
+    answer = run_program(CORPUS.parent, *words, **variables)
     found: dict[str, Any] = json.loads(answer.stdout)
     assert found["fits"], answer.stderr
     return found
@@ -35,13 +35,14 @@ def peak_of(found: dict[str, Any]) -> int:
 
 def marked_lines(name: str) -> set[int]:
     """Return the lines that read a value of the GPU on which memory depends."""
-    lines = (CORPUS / f"{name}.py").read_text().splitlines()
-    return {number for number, line in enumerate(lines, 1) if line.endswith("# here")}
+    first, last = SOURCES[name].lineno, SOURCES[name].end_lineno
+    lines = CORPUS.read_text().splitlines()[:last]
+    return {number for number, line in enumerate(lines, 1) if number > first and line.endswith("# here")}
 
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(each, marks=[pytest.mark.smoke] * (each in FAST)) for each in SCRIPTS if each not in IN_LATER_STEPS],
+    [pytest.param(each, marks=[pytest.mark.smoke] * (each in FAST)) for each in SOURCES if each not in IN_LATER_STEPS],
 )
 def test_too_low_a_peak_has_a_warning_with_its_line(name: str) -> None:
     skip_without_null_device()

@@ -1,13 +1,12 @@
 """Regressions: scripts by others that once failed in rehearsals. Each runs as a user would run it."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.null.processes import skip_without_null_device
+from tests.rehearse.conftest import run_program
 
 STEP = """
 import os, torch
@@ -27,9 +26,8 @@ def library() -> None:
 def rehearsed(folder: Path, script: str, *options: str) -> str:
     """Rehearse a script that fits; return its standard error."""
     (folder / "train.py").write_text(STEP + script)
-    program = [str(Path(sys.executable).parent / "tune-adaptive"), "rehearse"]
-    command = [*program, "--steps", "0", "--format", "json", *options]
-    ended = subprocess.run([*command, "--", "train.py"], cwd=folder, capture_output=True, text=True, timeout=120)
+    words = ("tune-adaptive", "rehearse", "--steps", "0", "--format", "json", *options)
+    ended = run_program(folder, *words, "--", "train.py")
     answer = json.loads(ended.stdout)
     assert (answer["fits"], answer["guesses"]) == (True, []), ended.stderr
     return ended.stderr

@@ -472,7 +472,9 @@ def test_script_that_exits_after_a_caught_oom_has_no_verdict(rehearse: Rehearse)
             ("--memory", "80"),
             "memory: '80' is neither an amount of memory nor a fraction; allowed",
         ),
+        ({}, ("--gpu", "h1000"), "unknown GPU 'h1000'"),
         ({}, ("--ranks", "0"), "argument --ranks: 0 is not a number from 1"),
+        ({}, ("--ranks", "1,x"), "is not a number from 1"),
         ({}, ("--steps", "-1"), "argument --steps: -1 is not a number from 0"),
         ({}, ("--devices", "17"), "argument --devices: invalid choice: 17"),
         ({}, ("--fixed", "12=512"), "argument --fixed: 12=512 is not a line and a number, as in train.py:12=512"),
@@ -949,10 +951,6 @@ def test_script_that_python_cannot_parse_has_no_answer_on_any_number_of_ranks(re
     assert "SyntaxError" in answer.found[0]["verdict"]
 
 
-def test_unbuffered_python_has_no_effect(rehearse: Rehearse) -> None:
-    assert rehearse(ONE_STEP, command=("python", "-u", "train.py")).found["fits"]
-
-
 def test_host_values_are_known_after_a_collective_in_every_step(rehearse: Rehearse) -> None:
     script = """
         import torch, torch.distributed as dist
@@ -1034,7 +1032,10 @@ def test_signal_ends_background_jobs_and_processes_that_ignore_it(
     for words in (), ("deaf",):
         answer = rehearse(ENDS_LATE, command=("train.py", *words))
         assert answer.status == 2
-        assert answer.found["verdict"].startswith("no answer: interrupted in step 3")
+        assert answer.found["verdict"] == (
+            "no answer: interrupted in step 3; before that, 0.05 of 78.1 GiB reserved at most (step 1)"
+        )
+        assert (len(answer.found["steps"]), answer.found["fits"]) == (2, None)
 
 
 def _ignore_interrupts() -> None:
@@ -1050,24 +1051,6 @@ def test_unwritable_report_is_an_error(rehearse: Rehearse, monkeypatch: pytest.M
         answer = rehearse(ONE_STEP)
     assert answer.status == 2
     assert answer.printed.splitlines()[-1].startswith("error: stdout: No space left on device")
-
-
-def test_signal_ends_it_with_the_steps_so_far(rehearse: Rehearse) -> None:
-    script = """
-        import os, signal, torch
-
-        model = torch.nn.Linear(1024, 1024).cuda()
-        optimizer = torch.optim.SGD(model.parameters())
-        for _ in range(3):
-            model(torch.zeros(8, 1024, device="cuda")).sum().backward()
-            optimizer.step()
-        os.kill(os.getppid(), signal.SIGTERM)
-        signal.pause()
-    """
-    answer = rehearse(script)
-    until_then = "before that, 0.05 of 78.1 GiB reserved at most (step 1)"
-    assert (answer.status, answer.found["verdict"]) == (2, f"no answer: interrupted in step 4; {until_then}")
-    assert (len(answer.found["steps"]), answer.found["fits"], answer.printed) == (3, None, "")
 
 
 def test_traceback_of_a_script_that_takes_no_step_is_printed(rehearse: Rehearse) -> None:
@@ -1125,7 +1108,7 @@ def test_example_has_the_result_shown_on_its_page(rehearse: Rehearse) -> None:
         assert answer.found.splitlines()[0] in page
 
 
-def test_varying_steps_and_limits_of_a_script_are_reported() -> None:
+def test_varying_steps_and_a_missing_launcher_are_reported() -> None:
     steps = [{"step": at, "allocated_bytes": at * GIB, "reserved_bytes": 9 * GIB, "flushes": 0} for at in range(1, 6)]
     end = {"allocated_bytes": 0, "reserved_bytes": 0, "flushes": 0, "error": None, "stopped": True, "notes": []}
     about = {"usable_bytes": 10 * GIB, "overhead_bytes": GIB, "rank": 0, "ranks": 1}
@@ -1136,17 +1119,5 @@ def test_varying_steps_and_limits_of_a_script_are_reported() -> None:
     alike = RehearsalResult(**about, status=0, steps=steps[:1] * 5, end=end)
     assert not alike.peaks_differ
     assert not RehearsalResult(**about, status=0, steps=steps[:2] + steps[2:3] * 3, end=end).peaks_differ
-    error = {
-        "step": 6, "in_search": False, "has_optimizer": True, "file": "train.py", "line": 1,
-        "source": "x = y", "operation": "x = y",
-        "asked_bytes": GIB, "free_bytes": 0, "allocated_bytes": 8 * GIB, "reserved_bytes": 10 * GIB, "held_bytes": {},
-        "allowed_bytes": 10 * GIB,
-    }  # fmt: skip
     failed = RehearsalResult(**about, status=1, end={**end, "error": "KeyError: 'LOCAL_RANK'"})
     assert failed.verdict().endswith("put torchrun before the script)")
-    more = {**end, "state_bytes": GIB}
-    assert "a second step" in RehearsalResult(**about, status=0, steps=steps[:1], end=more).verdict()
-    ran_out = RehearsalResult(**about, status=1, steps=steps[:1], errors=[{**error, "step": 2}], end=more)
-    assert "a second step" not in ran_out.verdict()
-    limited = RehearsalResult(**about, status=1, errors=[{**error, "step": 1, "allowed_bytes": 8 * GIB}])
-    assert "8.00 GiB allocated of the script's limit of 8.00 GiB" in limited.verdict()

@@ -260,12 +260,6 @@ def test_script_may_use_the_profiler_itself(rehearse: Rehearse) -> None:
     assert answer.found["time"]["flops"] == FIRST + OTHERS + 4 * 2 * DIM * DIM
 
 
-def test_single_step_has_no_time(rehearse: Rehearse) -> None:
-    answer = rehearse(PLAIN, "--steps", "1")
-    assert answer.found["time"] is None
-    assert [step["seconds"] for step in answer.found["steps"]] == [None]
-
-
 def test_report_states_time_limit_and_lower_bound(rehearse: Rehearse) -> None:
     printed = rehearse(PLAIN, "--gpu", "a100", json_format=False).found
     for line in "time per step on a100", "(estimated: ", "limited by", "lower bound":
@@ -290,16 +284,3 @@ def test_range_in_braces_is_searched(rehearse: Rehearse) -> None:
     assert (answer.status, answer.found["fits"]) == (0, True)
     assert f"{largest}: fits" in answer.printed
     assert f"{largest + 1}: does not fit" in answer.printed
-
-
-@pytest.mark.parametrize(
-    ("options", "refusal"),
-    [
-        (("--gpu", "h1000"), "unknown GPU 'h1000'"),
-        (("--ranks", "1,x"), "is not a number from 1"),
-    ],
-)
-def test_wrong_options_are_refused_at_once(options: tuple[str, ...], refusal: str, rehearse: Rehearse) -> None:
-    answer = rehearse(PLAIN, *options, json_format=False)
-    assert answer.status == 2
-    assert refusal in answer.printed

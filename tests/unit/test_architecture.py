@@ -2,7 +2,6 @@
 
 import ast
 import importlib
-import re
 from collections.abc import Iterator
 from dataclasses import fields
 from graphlib import CycleError, TopologicalSorter
@@ -14,9 +13,7 @@ import pytest
 from tests.unit.source import (
     FILES,
     MODULES,
-    PACKAGE,
     RECIPES,
-    ROOT,
     arrows,
     arrows_from,
     docstrings_of,
@@ -31,11 +28,6 @@ from tests.unit.source import (
 from torchtune_adaptive.config.keys import AdaptiveConfig, Settings
 from torchtune_adaptive.engine import probes
 from torchtune_adaptive.rehearse.fake_ranks import ENGINE_REPLACEMENTS
-from torchtune_adaptive.tune.samples import PAIR
-
-ROOMS_OF_TESTS = sorted(
-    {path.parent for at in ("distributed", "recipes") for path in (ROOT / "tests" / at).rglob("test_*.py")}
-)
 
 GROUND = {"arguments", "atomic_files", "dependencies", "errors", "failed_writes", "formatting", "rehearsal_flag"}
 """Top-level modules that everything may import, and that import only one another."""
@@ -85,8 +77,6 @@ ABOUT_A_RUN = {"arguments", "hf.remedies", "skyrl.workers", "skyrl.passes"}
 ARGUMENTS_TOO = {"batch_size", "gradient_accumulation_steps"}
 """Config keys that are also names of library arguments."""
 
-A_TYPE = re.compile(r"^_*([A-Z]\w*[a-z]\w*)$")
-
 
 def may_import(name: str, target: str) -> bool:
     if target in GROUND:
@@ -105,13 +95,6 @@ def test_every_folder_has_a_rule_and_every_rule_a_folder() -> None:
     assert {room_of(name) for name in MODULES} == {*ROOMS, "."}
     assert {name for name in MODULES if room_of(name) == "."} == GROUND | DOORS
     assert all(modules_in(allowed) for allowed in ROOMS.values() if allowed)
-
-
-@pytest.mark.parametrize(
-    "folder", [*map(PACKAGE.joinpath, ROOMS), *ROOMS_OF_TESTS], ids=lambda folder: folder.relative_to(ROOT).as_posix()
-)
-def test_every_folder_has_a_docstring(folder: Path) -> None:
-    assert ast.get_docstring(tree_of(folder / "__init__.py"))
 
 
 def test_imports_follow_the_rules() -> None:
@@ -204,44 +187,6 @@ def test_only_one_module_uses_private_names_of_fsdp2() -> None:
     assert {path for path in [*FILES, *RECIPES] if reaches_inside(path)} == {MODULES["engine.fsdp"]}
 
 
-def test_keys_of_a_pair_are_defined_in_one_place() -> None:
-    keys = [key for sequence in PAIR.sequences for key in (sequence.tokens, sequence.labels)]
-    written = {path for path in [*FILES, *RECIPES] if any(f'"{key}"' in path.read_text() for key in keys)}
-    assert written == {MODULES["tune.samples"]}
-
-
 def test_package_does_not_import_recipes() -> None:
     names = [path.stem for path in RECIPES] + ["recipes"]
     assert {path for path in FILES if any(imports(path, name) for name in names)} == set()
-
-
-def test_unit_tests_mirror_the_folders_of_the_package() -> None:
-    unit = Path(__file__).parent
-    folders = {path.parent.relative_to(unit).as_posix() for path in unit.rglob("*.py")}
-    assert {"engine", "lifecycle"} < folders
-    assert folders <= {*ROOMS, "."}
-
-
-def types_named_in(path: Path) -> Iterator[tuple[str, bool]]:
-    """Yield classes, aliases and type variables of a module without leading underscores, and whether it is a type
-    variable.
-    """
-    for node in tree_of(path).body:
-        targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
-        names = [node.name] if isinstance(node, ast.ClassDef) else [t.id for t in targets if isinstance(t, ast.Name)]
-        value = getattr(node, "value", None)
-        variable = isinstance(value, ast.Call) and ast.unparse(value.func) == "TypeVar"
-        yield from ((found[0], variable) for name in names if (found := A_TYPE.findall(name)))
-
-
-def test_no_two_types_share_a_name() -> None:
-    """Each word has one meaning; type variables are repeated in each module that needs them."""
-    places: dict[str, set[str]] = {}
-    for path in FILES:
-        for name, variable in types_named_in(path):
-            places.setdefault(name, set()).add("type variables" if variable else str(path.relative_to(ROOT)))
-    assert {"StepRunner", "ContextForPass", "Totals", "Value"} < set(places)
-    twins = {name: sorted(found) for name, found in places.items() if len(found) > 1}
-    # an opaque type in the library, a dict in tune/
-    assert twins.pop("Sample") == ["torchtune_adaptive/tune/samples.py", "type variables"]
-    assert twins == {}

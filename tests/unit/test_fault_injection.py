@@ -1,11 +1,9 @@
 """Faults occur exactly where requested. One process; tests/distributed has several ranks."""
 
-from contextlib import nullcontext
-
 import torch
 from torch import Tensor, nn
 
-from tests.fault_injection import FaultInjector, wrapping_passes
+from tests.fault_injection import FaultInjector
 from torchtune_adaptive import RowLimit, SampleKind, StepRunner, Totals
 
 SAMPLES = [torch.arange(4.0)] * 4
@@ -22,22 +20,6 @@ def runner_of(rows: int = 4) -> StepRunner[Tensor]:
         return Totals(loss.detach(), len(samples))
 
     return StepRunner(model, forward_backward, limit=RowLimit(rows), kind=KIND)
-
-
-def recoveries(runner: StepRunner[Tensor], steps: int) -> list[int]:
-    seen = []
-    for step in range(steps):
-        seen.append(runner.run(SAMPLES, step=step).recoveries)
-        runner.model.zero_grad()
-    return seen
-
-
-def test_only_the_named_step_fails_and_the_run_continues():
-    runner = runner_of()
-    with FaultInjector(runner).fail_at(rank=0, step=2, operation=3) as faults:
-        assert recoveries(runner, 4) == [0, 0, 1, 0]
-    assert faults.fired == 1
-    assert runner.limit == RowLimit(2)
 
 
 def test_failing_operation_does_not_run():
@@ -68,17 +50,3 @@ def test_growing_storage_is_an_operation():
         runner.run(SAMPLES, step=0)
     assert faults.operations.count("resize_") == 1  # shrinking needs no memory
     assert torch.UntypedStorage.resize_ is resize
-
-
-def test_wrappers_of_passes_stay_active_inside_and_after():
-    runner, seen = runner_of(), []
-    with wrapping_passes(runner, lambda inside: seen.append(inside) or nullcontext()):
-        with FaultInjector(runner).fail_at(rank=0, step=0):
-            runner.run(SAMPLES, step=0)
-        assert seen == ["microbatch", "drain", "microbatch", "microbatch"]
-        runner.model.zero_grad()
-        runner.run(SAMPLES, step=1)
-        assert seen[4:] == ["microbatch", "microbatch"]
-    runner.model.zero_grad()
-    runner.run(SAMPLES, step=2)
-    assert len(seen) == 6

@@ -21,7 +21,6 @@ from torchtune_adaptive.rehearse.step_time import (
     Transfer,
     Work,
     estimate,
-    seconds_text,
     time_lines,
 )
 
@@ -104,13 +103,6 @@ def test_ranks_that_share_samples_do_not_multiply_tokens() -> None:
     assert f"{4096 / 8 / seconds:,.0f} each, {4096 * 2 / seconds:,.0f} on 16 ranks" in "\n".join(
         time_lines(estimate(given, H100), given, "h100", ranks=16)
     )
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"), [(12.345, "12.3 s"), (2.8434, "2.84 s"), (0.0314, "31.4 ms"), (0.0003919, "392 µs")]
-)
-def test_durations_have_three_digits(seconds: float, text: str) -> None:
-    assert seconds_text(seconds) == text
 
 
 def test_work_survives_json() -> None:

@@ -9,7 +9,6 @@ from torch import nn
 from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
 from torch.distributed.tensor import distribute_module
 from torch.nn.parallel import DistributedDataParallel
 
@@ -60,43 +59,6 @@ def test_rank_without_memory_to_drain_ends_the_run():
     with pytest.raises(RankFailed, match=text):
         run_on_ranks(2, run_without_memory_to_drain)
     assert time.monotonic() - started < 30 * PATIENCE  # half the timeout for a silent rank
-
-
-def commit_out_of_memory() -> None:
-    runner = runner_of(build(ModelConfig()), 2)
-    runner.run(samples_of(dist.get_rank(), 2), step=0)
-    with runner.committing("optimizer.step", last_checkpoint="/runs/epoch_0"):
-        if dist.get_rank() == 1:
-            raise torch.OutOfMemoryError
-        dist.barrier()  # as in clipping: the launcher has to end a waiting peer
-
-
-def test_oom_while_committing_is_fatal_and_names_place_and_checkpoint():
-    with pytest.raises(
-        RankFailed, match=r"UnrecoverableError: out of memory in optimizer.step on rank 1.*/runs/epoch_0"
-    ):
-        run_on_ranks(2, commit_out_of_memory)
-
-
-def run_out_of_memory_inside_gloo() -> None:
-    """Run out of memory after gloo has numbered an all-gather, as when gloo allocates its copies."""
-    runner = runner_of(build(ModelConfig()), 2)
-    runner.run(samples_of(dist.get_rank(), 2), step=0)
-    runner.model.zero_grad()
-    gather = DefaultAllGather.__call__
-
-    def numbers_and_fails(comm, **arguments):
-        gather(comm, **{**arguments, "async_op": True})
-        raise MemoryError
-
-    if dist.get_rank() == 1:
-        DefaultAllGather.__call__ = numbers_and_fails
-    runner.run(samples_of(dist.get_rank(), 2), step=1)
-
-
-def test_oom_inside_gloo_is_fatal():
-    with pytest.raises(RankFailed, match="an FSDP collective ran out of memory on rank 1 inside gloo"):
-        run_on_ranks(2, run_out_of_memory_inside_gloo)
 
 
 def issue_one_collective_too_many() -> str:

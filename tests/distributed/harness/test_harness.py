@@ -9,7 +9,7 @@ import pytest
 
 from tests import ranks
 from tests.forked_commands import run_forked
-from tests.ranks import MOST_PATIENCE, PATIENCE, RanksHung, free_ports, patience, run_on_ranks
+from tests.ranks import RanksHung, run_on_ranks
 
 LEAVES_A_PROCESS = """
 import os, sys, time
@@ -30,22 +30,6 @@ def test_command_that_leaves_a_process_behind_is_an_error(tmp_path: Path) -> Non
     command = [sys.executable, "program.py", "this"]
     with pytest.raises(AssertionError, match=r"left running: \[\d+\]\nasked for this"):
         run_forked(command, cwd=tmp_path, timeout_s=60, expect_no_leftovers=True)
-
-
-def test_parallel_test_workers_never_choose_the_same_port(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTEST_XDIST_WORKER_COUNT", "3")
-    for worker in range(3):
-        monkeypatch.setenv("PYTEST_XDIST_WORKER", f"gw{worker}")
-        assert {port % 3 for port in free_ports(50)} == {worker}
-
-
-@pytest.mark.parametrize(
-    ("load", "factor"), [(0.0, PATIENCE), (10.0, 10.0), (40.0, MOST_PATIENCE), (500.0, MOST_PATIENCE)]
-)
-def test_timeouts_grow_with_the_load_of_each_core(monkeypatch: pytest.MonkeyPatch, load: float, factor: float) -> None:
-    monkeypatch.setattr(os, "getloadavg", lambda: (load, 0.0, 0.0))
-    monkeypatch.setattr(os, "cpu_count", lambda: 2)
-    assert patience() == factor
 
 
 def sleep_on_rank_1(seconds: float) -> int:

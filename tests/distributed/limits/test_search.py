@@ -151,18 +151,6 @@ def test_one_row_that_does_not_fit_is_the_same_error_on_all_ranks(strategy: str)
         assert seconds < 20 * PATIENCE
 
 
-def search_with_another_stage() -> SearchResult:
-    with MemoryMeter() as meter:
-        step = replace(Trained(Shape()).step(), other_stages=(Trained(Shape(layers=1)).step(),))
-        return search_within(step, meter, 500_000 + 100_000 * dist.get_rank(), strategy="binary")
-
-
-def test_search_with_the_state_of_another_stage_is_equal_on_all_ranks():
-    found, same = run_on_ranks(2, search_with_another_stage)
-    assert found == same
-    assert found.rows >= 2
-
-
 def search_where_rank_1_fails_in_passing(at_calls: tuple[int, ...]) -> tuple[int, str]:
     """Return the rows found, or the error."""
     calls = iter(range(1, 1000))

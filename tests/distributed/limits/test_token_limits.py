@@ -10,7 +10,6 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.captured_logs import captured_log
 from tests.distributed.count_collectives import ALL_REDUCE, CountCollectives
 from tests.distributed.models import (
     VOCABULARY,
@@ -26,7 +25,6 @@ from tests.ranks import RankFailed, run_on_ranks
 from torchtune_adaptive.engine.limits import Limit, RowLimit, Surface, SurfaceLimit, TokenLimit
 from torchtune_adaptive.engine.results import Totals
 from torchtune_adaptive.engine.step import SampleKind, StepRunner
-from torchtune_adaptive.errors import LimitExhaustedError
 
 PLAIN = ModelConfig(dropout=0.0)
 LENGTHS = [[4, 5, 4, 6, 4, 5], [31, 7, 30, 4, 12, 9], [8, 16, 8, 16, 8, 16]]
@@ -160,28 +158,6 @@ def test_empty_microbatch_neither_changes_gradients_nor_hangs(world_size: int):
     assert run_on_ranks(world_size, fill_up) == [(4, tokens, True)] * world_size
 
 
-def fail_in_an_empty_microbatch() -> str:
-    """Return the error of this rank."""
-    model = build(PLAIN)
-    runner = runner_of(model, TokenLimit(32))
-    samples = samples_here(0, FEW)
-    runner.run(samples, step=0)
-    model.zero_grad()
-    in_its_third_microbatch = 900  # an empty microbatch
-    with FaultInjector(runner).fail_at(rank=0, step=1, operation=in_its_third_microbatch, times=3):
-        try:
-            runner.run(samples, step=1)
-        except LimitExhaustedError as error:
-            return str(error)
-    return "no error"
-
-
-def test_oom_at_the_smallest_limit_is_the_same_error_on_all_ranks():
-    first, second = run_on_ranks(2, fail_in_an_empty_microbatch)
-    assert first == second
-    assert first.startswith("step 1: out of memory on rank 0 (longest sample 1 tokens): a microbatch of 1 row")
-
-
 def run_masked(rank_without_labels: int) -> tuple[int, bool, bool]:
     """Return microbatches, whether all gradients are finite, and whether the loss excludes this rank's samples."""
     model = build(PLAIN)
@@ -232,22 +208,3 @@ def test_samples_announced_by_some_ranks_are_agreed_on_when_they_arrive():
 def test_samples_that_differ_from_the_announced_ones_are_refused():
     with pytest.raises(RankFailed, match="the samples differ from `upcoming` of the previous call"):
         run_on_ranks(2, announce, (0, 1), 2)
-
-
-def shrink_together() -> list[str]:
-    """Run out of memory on two ranks in one attempt, in microbatches of different sizes."""
-    model = build(PLAIN)
-    runner = runner_of(model, TokenLimit(64))
-    runner.run(samples_here(), step=0)
-    model.zero_grad()
-    with captured_log() as lines, FaultInjector(runner).fail_at(rank=dist.get_rank(), step=412, operation=40):
-        runner.run(samples_here(), step=412)
-    return [*lines, str(runner.limit)]
-
-
-def test_log_names_tokens_of_the_microbatch_and_the_new_limit():
-    ([line, limit], others) = run_on_ranks(2, shrink_together)
-    longest = max(*LENGTHS[0], *LENGTHS[1])
-    assert line.startswith(f"step 412: out of memory on ranks 0, 1 (longest sample {longest} tokens): microbatch ")
-    assert line.endswith(("-> 8 tokens, step repeated", "-> 16 tokens, step repeated"))
-    assert [limit] == others

@@ -1,12 +1,12 @@
 """Hundreds of `kill -9` and signals; each run resumes the last one. No training may be lost and no result may be
 wrong.
 
-    python -m tests.recipes.crash [--only "full/2/rows"] [--seed 3] [--at train:17/torn [--tune-run]] [--minutes 60]
+    python -m tests.recipes.crash [--only "full/2/rows"] [--seed 3] [--minutes 60]
 
 Small runs of the recipes are killed at every operation of a save (during writing, syncing, renaming and pruning), of
-the next start, and at random times, with forked ranks and with `tune run`; also under a launcher that restarts killed
-ranks, and on full or read-only disks. SIGTERM and SIGINT ask them to end at any point. At the end of each run its
-weights and figures have to equal, bit by bit, those of an undisturbed run.
+the next start, and at random times, with forked ranks and with `tune run`; also on full or read-only disks. SIGTERM and
+SIGINT ask them to end at any point. At the end of each run its weights and figures have to equal, bit by bit, those of
+an undisturbed run.
 """
 
 import argparse
@@ -20,12 +20,10 @@ from functools import partial
 from pathlib import Path
 
 from tests.recipes.crash.full_disks import disk_cases
-from tests.recipes.crash.kill_points import parse_point
-from tests.recipes.crash.plans import Plan, all_plans, exactly
-from tests.recipes.crash.restarts import restarted
+from tests.recipes.crash.plans import all_plans
 from tests.recipes.crash.session import Session
 from tests.recipes.crash.summary import Tally
-from tests.recipes.crash.variants import FULL, LORA, VARIANTS, Variant
+from tests.recipes.crash.variants import FULL, LORA, Variant
 
 LEAST_KILLS, LEAST_BY_TUNE_RUN, LEAST_STOPS, LEAST_STOPS_BY_TUNE_RUN = 200, 60, 40, 12
 LANES = 2
@@ -59,37 +57,22 @@ def main() -> int:
 
 def read_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="", help="prefix of the name of a plan, or restarts, disk ...")
+    parser.add_argument("--only", default="", help="prefix of the name of a plan, or disk")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--at", type=parse_point, help="only at this point, in a fresh run")
-    parser.add_argument("--tune-run", action="store_true", help="with --at: start with the launcher")
     parser.add_argument("--minutes", type=float, default=60, help="start no further run after this time")
     parser.add_argument("--lanes", type=int, default=LANES, help="number of parallel jobs")
     return parser.parse_args()
 
 
 def chosen(options: argparse.Namespace, session: Session) -> list[Job]:
-    if options.at is not None:
-        variants = [variant for variant in VARIANTS if options.only.startswith(str(variant))]
-        assert variants, f"--at needs --only with one of {', '.join(map(str, VARIANTS))}"
-        plan = Plan("once", variants[0], exactly(options.at), tune_run=options.tune_run)
-        return [Job(str(plan), partial(session.follow, plan))]
+    disks = [Job(f"disk {variant}", partial(disk_cases_of, session, variant)) for variant in (FULL, LORA)]
     plans = [Job(str(plan), partial(session.follow, plan)) for plan in all_plans()]
-    return [job for job in [*other_jobs(session), *plans] if job.name.startswith(options.only)]
+    return [job for job in [*disks, *plans] if job.name.startswith(options.only)]
 
 
-def other_jobs(session: Session) -> list[Job]:
-    """Return the jobs that are not resume chains."""
-    full, lora = Variant("full", 2), Variant("lora", 2, budget=True)
-
-    def job(name: str, variant: Variant, run: Callable[..., Tally], **options: object) -> Job:
-        folder = session.folder / f"{name}-{variant}".replace("/", "-").replace(" ", "-")
-        return Job(f"{name} {variant}", lambda: run(variant, folder, session.reference(variant), **options))
-
-    return [
-        *(job("restarts", variant, restarted) for variant in (full, lora)),
-        *(job("disk", variant, disk_cases) for variant in (FULL, LORA)),
-    ]
+def disk_cases_of(session: Session, variant: Variant) -> Tally:
+    folder = session.folder / f"disk-{variant}".replace("/", "-")
+    return disk_cases(variant, folder, session.reference(variant))
 
 
 def report(tally: Tally, *, whole: bool, how: str) -> int:

@@ -14,7 +14,7 @@ from unittest import mock
 
 from tests.ranks import PATIENCE, RankFailed, RanksHung, patience, run_on_ranks
 from tests.recipes.crash import kill_hook
-from tests.recipes.crash.kill_points import ORDERS, TIME, Order, Point, write_orders
+from tests.recipes.crash.kill_points import ORDER, TIME, Order, Point, write_order
 from tests.recipes.crash.variants import Variant
 from tests.recipes.running import COMMAND_MARK, end_marked, environment, load_ours
 from torchtune_adaptive.cli.status import Condition, condition_of
@@ -134,7 +134,7 @@ def _by_tune_run(start: Start, order: Order) -> Life:
     given = replace(order, point=None) if at_time else order
     with (notes / "output").open("w") as output:
         process = subprocess.Popen(
-            tune_command(start), cwd=start.folder, env=tune_environment([given], mark), stdout=output, stderr=output
+            tune_command(start), cwd=start.folder, env=tune_environment(given, mark), stdout=output, stderr=output
         )
         try:
             if at_time:
@@ -153,16 +153,16 @@ def _by_tune_run(start: Start, order: Order) -> Life:
     return Life(KILLED if where else FAILED, where, _output(notes))
 
 
-def tune_command(start: Start, *launcher: str) -> list[str]:
-    launched = start.variant.ranks > 1 or start.launched or launcher
-    ranks = ["--nproc_per_node", str(start.variant.ranks), *launcher] if launched else []
+def tune_command(start: Start) -> list[str]:
+    launched = start.variant.ranks > 1 or start.launched
+    ranks = ["--nproc_per_node", str(start.variant.ranks)] if launched else []
     tune = str(Path(sys.executable).parent / "tune")
     return [tune, "run", *ranks, start.variant.recipe, *start.arguments]
 
 
-def tune_environment(orders: list[Order], mark: str) -> dict[str, str]:
+def tune_environment(order: Order, mark: str) -> dict[str, str]:
     path = f"{ROOT / 'tests' / 'recipes' / 'crash' / 'startup'}{os.pathsep}{ROOT}"
-    return {**environment(), COMMAND_MARK: mark, ORDERS: write_orders(orders), "PYTHONPATH": path}
+    return {**environment(), COMMAND_MARK: mark, ORDER: write_order(order), "PYTHONPATH": path}
 
 
 def _strike_by_hand(process: subprocess.Popen[bytes], point: Point, manner: str, mark: str, notes: Path) -> None:

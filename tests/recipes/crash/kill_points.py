@@ -1,11 +1,11 @@
-"""Points at which a run is killed; they are printed and can be passed on the command line."""
+"""Points at which a run is killed, as they are printed."""
 
 import json
 import os
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-ORDERS = "TORCHTUNE_ADAPTIVE_TEST_KILLS"
+ORDER = "TORCHTUNE_ADAPTIVE_TEST_KILL"
 
 START, TRAIN, TIME = "start", "train", "time"
 """Count file operations in output_dir since the start or since a step; or wait for milliseconds."""
@@ -13,7 +13,6 @@ PROBE, STEP = "probe", "step"
 """Count the probes of the search, or the steps of this process, once for each stage of a step."""
 LAST_STEP, LAST_SAVE = "last-step", "last-save"
 """The last stage of the last step; and the operations of the save after it."""
-STAGES = (START, TRAIN, TIME, PROBE, STEP, LAST_STEP, LAST_SAVE)
 
 KILL, TERM, INT = "KILL", "TERM", "INT"
 """The signal to send."""
@@ -45,23 +44,6 @@ class Point:
         return self.blow in (TERM, INT)
 
 
-def parse_point(text: str) -> Point:
-    place, *marks = text.split("/")
-    stage, _, at = place.partition(":")
-    assert stage in STAGES, f"{text}: a point is STAGE:N, of {', '.join(STAGES)}"
-    ranks = [int(mark.removeprefix("rank")) for mark in marks if mark.startswith("rank")]
-    blows = [mark for mark in marks if mark in (TERM, INT)]
-    return Point(
-        stage,
-        int(at),
-        torn="torn" in marks,
-        cut="cut" in marks,
-        rank=ranks[0] if ranks else 0,
-        launcher="launcher" in marks,
-        blow=blows[0] if blows else KILL,
-    )
-
-
 @dataclass(frozen=True)
 class Order:
     """Instructions for a run."""
@@ -73,23 +55,19 @@ class Order:
     """The folder for the log of the hook and the process IDs of the ranks."""
     after_step: int
     """The step after which `train` begins."""
-    restart: int = 0
-    """The attempt of the launcher in which to strike."""
 
     @property
     def notes_folder(self) -> Path:
         return Path(self.notes)
 
 
-def write_orders(orders: list[Order]) -> str:
-    return json.dumps([asdict(order) for order in orders])
+def write_order(order: Order) -> str:
+    return json.dumps(asdict(order))
 
 
 def read_order() -> Order | None:
     """Read the order of this process from its environment."""
-    restart = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
-    orders = [Order(**fields) for fields in json.loads(os.environ.get(ORDERS, "[]"))]
-    for order in orders:
-        if order.restart == restart:
-            return replace(order, point=Point(**order.point) if isinstance(order.point, dict) else None)
-    return None
+    if ORDER not in os.environ:
+        return None
+    order = Order(**json.loads(os.environ[ORDER]))
+    return replace(order, point=Point(**order.point) if isinstance(order.point, dict) else None)

@@ -146,10 +146,6 @@ def random_operations(count: int, ranks: int = 1) -> Aim:
     return aim
 
 
-def exactly(point: Point) -> Aim:
-    return lambda *_: iter([point])
-
-
 Moment = Callable[[Scout, random.Random], Point]
 RANK_0, RANK_1, LAUNCHER = Point(TIME, 0), Point(TIME, 0, rank=1), Point(TIME, 0, launcher=True)
 """The process that receives the signal."""

@@ -58,11 +58,6 @@ PAIRS, PAIRS_LORA = Variant("full_dpo", 2), Variant("lora_dpo", 1, budget=True)
 """Preference training, whose steps have two stages."""
 PPO = Variant("full_ppo", 2)
 """A step is an iteration, an epoch one pass over the prompts."""
-VARIANTS = (
-    *(FULL, LORA, Variant("full", 2), Variant("lora", 2, budget=True)),
-    *(PAIRS, PAIRS_LORA, PPO),
-    *(Variant("full", 2, searched=True), Variant("lora", 1, searched=True)),
-)
 
 
 def write_config(variant: Variant, folder: Path, *overrides: str) -> list[str]:

@@ -45,24 +45,6 @@ def assert_trained(ended: Finished, cwd: Path, *, arithmetic: str) -> None:
     assert list((cwd / "out" / "epoch_0").glob("model-*.bin"))
 
 
-def test_two_ranks_with_our_config_and_overrides(tmp_path: Path) -> None:
-    config = ("--config", "adaptive/demo/full", *SMALL)
-    overrides = ("gradient_accumulation_steps=2", "optimizer.lr=1e-4", "my_note=kept")
-    ended = tune_run(FULL, *config, *overrides, ranks=2, cwd=tmp_path, timeout_s=120)
-    assert_trained(
-        ended,
-        tmp_path,
-        arithmetic="2 rows × 2 microbatches × 2 ranks = 8 samples a step (as configured) · 4 steps an epoch · 1 epoch",
-    )
-    kept = (tmp_path / "out" / "torchtune_config.yaml").read_text()
-    assert "lr: 0.0001" in kept
-    assert "my_note: kept" in kept  # torchtune allows extra keys, and so do we
-    assert "epoch 0 · 4 of 4 steps, loss " in ended.output
-    assert ended.output.count("ignored config keys: my_note") == 1
-    (log,) = (tmp_path / "out" / "logs").glob("*.txt")
-    assert len(re.findall(r"^Step \d+ ", log.read_text(), re.MULTILINE)) == 4
-
-
 @pytest.mark.smoke
 @pytest.mark.parametrize(("at", "status"), [(0, 1), (1, 0)], ids=["without recovery", "with recovery"])
 def test_commands_print_the_lines_that_readme_shows(at: int, status: int, tmp_path: Path) -> None:

@@ -55,19 +55,17 @@ def slow(tokenizer, **options):
 """
 
 
-def tune_run_in_a_terminal(
-    ranks: int, folder: Path, *overrides: str, forked: bool = False, **variables: str
-) -> AbstractContextManager[Started]:
+def tune_run_in_a_terminal(ranks: int, folder: Path, *overrides: str) -> AbstractContextManager[Started]:
     command = ["--nproc_per_node", str(ranks), FULL, "--config", "adaptive/demo/full", *overrides]
-    return run_in_terminal(folder, command, forked=forked, **variables)
+    return run_in_terminal(folder, command)
 
 
 @contextmanager
-def in_an_endless_step(folder: Path, **variables: str) -> Iterator[Started]:
+def in_an_endless_step(folder: Path) -> Iterator[Started]:
     """Run until the third step on two ranks, with step 2 saved."""
     (folder / "slow.py").write_text(SLOW)
     overrides = (*LONG, "dataset._component_=slow.slow", "save_every_n_steps=2")
-    with tune_run_in_a_terminal(2, folder, *overrides, forked=True, **variables) as run:
+    with tune_run_in_a_terminal(2, folder, *overrides) as run:
         run.when(lambda: "step_2 saved in" in run.output, STARTS_S)
         (folder / "hold").touch()
         run.when((folder / "held").exists, 60)
@@ -98,7 +96,7 @@ def test_ctrl_c_saves_and_prints_one_line(tmp_path: Path) -> None:
 def test_first_error_message_is_printed_once_within_two_seconds(ranks: int, failing: list[int], tmp_path: Path) -> None:
     (tmp_path / "raises.py").write_text(RAISES)
     overrides = ("tokenizer=raises.tokenizer", f"tokenizer.ranks={failing}".replace(" ", ""))
-    with SchedulingDelays() as delays, tune_run_in_a_terminal(ranks, tmp_path, *LONG, *overrides, forked=True) as run:
+    with SchedulingDelays() as delays, tune_run_in_a_terminal(ranks, tmp_path, *LONG, *overrides) as run:
         assert run.process.wait(STARTS_S) == 1
         run.when(lambda: "this machine has no such file" in run.output, 10)
     raised = min(float(path.read_text()) for path in tmp_path.glob("raised_*"))

@@ -47,7 +47,7 @@ def node(
     meet = ["--rdzv_backend", "c10d", "--rdzv_endpoint", f"localhost:{port}"]
     conf = ["--rdzv_conf", f"is_host={int(meeting_place)}", "--max_restarts", str(restarts)]
     launcher = ["--nnodes", "2", "--nproc_per_node", "2", *meet, *conf]
-    return run_in_terminal(folder, [*launcher, RECIPE, *RUN, *overrides], forked=True, **{**NEW_STORE, **variables})
+    return run_in_terminal(folder, [*launcher, RECIPE, *RUN, *overrides], **{**NEW_STORE, **variables})
 
 
 def saved(*nodes: Started) -> list[int]:

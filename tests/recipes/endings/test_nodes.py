@@ -6,10 +6,9 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
-import pytest
-
 from tests.forked_commands import run_forked
 from tests.ranks import free_ports
+from tests.recipes.recorders import assert_same_figures
 from tests.recipes.running import RELATIVE_AFTER_ADAM
 
 TUNE = [str(Path(sys.executable).parent / "tune"), "run"]
@@ -56,7 +55,5 @@ def test_two_nodes_train_like_one_although_the_second_runs_out_of_memory(tmp_pat
     limited, unlimited = metric_log(first), metric_log(one)
     assert len(limited) == len(unlimited) == 4
     assert limited[-1]["oom_recoveries"] == len(recoveries)
-    for step, expected in zip(limited, unlimited, strict=True):
-        for figure in ("loss", "grad_norm"):
-            assert step[figure] == pytest.approx(expected[figure], rel=RELATIVE_AFTER_ADAM), figure
+    assert_same_figures(limited, unlimited, ("loss", "grad_norm"), rel=RELATIVE_AFTER_ADAM)
     assert sum((node / "out" / "epoch_0" / "model-00001-of-00001.bin").exists() for node in two) == 1

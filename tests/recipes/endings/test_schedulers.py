@@ -1,7 +1,6 @@
 """The example scripts for schedulers, with a fake scheduler and fake commands; `make crash` runs real training."""
 
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -65,26 +64,6 @@ def wait_for(path: Path, lines: int, timeout_s: float) -> None:
     while not path.exists() or len(path.read_text().splitlines()) < lines:
         assert time.monotonic() < deadline, f"{path} has not come to {lines} lines"
         time.sleep(0.05)
-
-
-def test_bash_and_shellcheck_accept_the_scripts(tmp_path: Path) -> None:
-    script = tmp_path / "pod.sh"
-    script.write_text(f"#!/bin/sh\n{kubernetes_script()}")
-    for path in (EXAMPLES / "slurm.sbatch", script):
-        subprocess.run(["bash", "-n", str(path)], check=True, timeout=20)
-        subprocess.run([linter("shellcheck"), str(path)], check=True, timeout=60)
-
-
-def test_yamllint_accepts_the_kubernetes_example() -> None:
-    rules = "{extends: default, rules: {line-length: {max: 120}, document-start: disable}}"
-    command = [linter("yamllint"), "--strict", "-d", rules, str(EXAMPLES / "pytorchjob.yaml")]
-    subprocess.run(command, check=True, timeout=60)
-
-
-def linter(name: str) -> str:
-    found = shutil.which(name, path=os.pathsep.join([SCRIPTS, os.environ["PATH"]]))
-    assert found is not None, "it comes with the extra dev"
-    return found
 
 
 def begin(output_dir: Path, status: int) -> None:

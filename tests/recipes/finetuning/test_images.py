@@ -15,7 +15,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from tests.ranks import run_on_ranks, use_next_port
 from tests.recipes import stock_configs
-from tests.recipes.recorders import read_log
+from tests.recipes.recorders import assert_same_figures, read_log
 from tests.recipes.running import RELATIVE, SGD, run_ours, run_stock
 from tests.recipes.shrunk_models import write_checkpoint
 from tests.recipes.stock_configs import RandomTiles, import_model, offline, on_cpu
@@ -88,9 +88,7 @@ def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 def test_every_step_has_the_figures_of_the_stock_recipe(runs: Runs, name: str) -> None:
     stock, ours = runs.log(f"stock {runs.rows(name)}"), runs.log(name)
     assert len(ours) == len(stock) == STEPS
-    for step_of_stock, step_of_ours in zip(stock, ours, strict=True):
-        for figure in ("step", "loss", "grad_norm", "lr"):
-            assert step_of_ours[figure] == pytest.approx(step_of_stock[figure], rel=RELATIVE), figure
+    assert_same_figures(ours, stock, ("step", "loss", "grad_norm", "lr"), rel=RELATIVE)
 
 
 def test_steps_are_repeated_in_smaller_microbatches_without_a_search(runs: Runs) -> None:

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.ranks import run_on_ranks
-from tests.recipes.recorders import read_log
+from tests.recipes.recorders import assert_same_figures, read_log
 from tests.recipes.running import RELATIVE, SGD, demo_config, run_ours, run_stock, saved_weights
 
 EVERYTHING = (
@@ -48,9 +48,7 @@ def test_every_step_has_the_figures_of_the_stock_recipe(runs: tuple[str, Path]) 
     stock, ours = (read_log(folder / who / "log.jsonl") for who in ("stock", "ours"))
     assert len(ours) == len(stock) >= 4
     assert not any(math.isnan(step["loss"]) for step in stock)
-    for step_of_stock, step_of_ours in zip(stock, ours, strict=True):
-        for figure in ("step", "loss", "grad_norm", "lr"):
-            assert step_of_ours[figure] == pytest.approx(step_of_stock[figure], rel=RELATIVE), figure
+    assert_same_figures(ours, stock, ("step", "loss", "grad_norm", "lr"), rel=RELATIVE)
 
 
 @pytest.mark.smoke("full-everything", "lora-everything")

@@ -7,7 +7,7 @@ import pytest
 
 from tests.ranks import run_on_ranks
 from tests.recipes.endings.test_endings import tune_on_two
-from tests.recipes.recorders import read_log
+from tests.recipes.recorders import assert_same_figures, read_log
 from tests.recipes.running import RELATIVE, SGD, demo_config, run_ours, run_stock
 from tests.timeline import read_timeline
 
@@ -52,7 +52,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_losses_are_those_of_the_stock_recipe(runs: Path, case: str) -> None:
     stock, ours = (read_log(runs / which / "log.jsonl") for which in ("stock", case))
     assert len(ours) == len(stock) >= STEPS
-    assert [step["loss"] for step in ours] == pytest.approx([step["loss"] for step in stock], rel=RELATIVE)
+    assert_same_figures(ours, stock, ["loss"], rel=RELATIVE)
 
 
 def test_search_and_token_budget_fit_the_tightest_rank(runs: Path) -> None:
@@ -68,8 +68,7 @@ def test_search_and_token_budget_fit_the_tightest_rank(runs: Path) -> None:
 def test_clipping_and_records_equal_those_without_tensor_parallelism(runs: Path) -> None:
     together, apart = (read_timeline(runs / case / "out").steps for case in ("clipped", "apart"))
     assert len(together) == len(apart) >= STEPS
-    for figure in ("loss", "grad_norm", "samples", "target_tokens"):
-        assert [step[figure] for step in together] == pytest.approx([step[figure] for step in apart], rel=RELATIVE)
+    assert_same_figures(together, apart, ("loss", "grad_norm", "samples", "target_tokens"), rel=RELATIVE)
     assert all(step["grad_norm"] > 0.5 for step in apart)
 
 

@@ -8,7 +8,7 @@ import torch
 
 from tests.ranks import run_on_ranks
 from tests.recipes.finetuning.test_adaptive_runs import Runs, run_and_listen
-from tests.recipes.recorders import read_log, search_results
+from tests.recipes.recorders import assert_same_figures, read_log, search_results
 from tests.recipes.running import (
     RELATIVE,
     RELATIVE_AFTER_ADAM,
@@ -57,9 +57,7 @@ def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 def test_every_step_has_the_figures_of_the_stock_recipe(runs: Runs, name: str) -> None:
     stock, ours = runs.log("stock"), runs.log(name)
     assert len(ours) == len(stock) >= 4
-    for step_of_stock, step_of_ours in zip(stock, ours, strict=True):
-        for figure in ("step", "loss", "grad_norm", "lr"):
-            assert step_of_ours[figure] == pytest.approx(step_of_stock[figure], rel=RELATIVE), figure
+    assert_same_figures(ours, stock, ("step", "loss", "grad_norm", "lr"), rel=RELATIVE)
 
 
 @pytest.mark.parametrize("name", ["budget", "rows"])
@@ -120,8 +118,7 @@ def twice(epoch: int, batch_size: int) -> int:
 @pytest.mark.smoke("('full', 2)")
 @ON_TWO_RANKS
 def test_auto_has_the_losses_of_stock(runs: Runs) -> None:
-    for step_of_stock, step_of_ours in zip(runs.log("stock"), runs.log("auto"), strict=True):
-        assert step_of_ours["loss"] == pytest.approx(step_of_stock["loss"], rel=RELATIVE)
+    assert_same_figures(runs.log("auto"), runs.log("stock"), ["loss"], rel=RELATIVE)
 
 
 @ON_TWO_RANKS
@@ -130,8 +127,7 @@ def test_recovery_under_a_token_budget_has_the_losses_of_stock(runs: Runs) -> No
     assert lines
     assert all("on rank 1 (longest sample" in line and "tokens, step repeated" in line for line in lines)
     assert runs.log("short")[-1]["oom_recoveries"] == len(lines)
-    for step_of_stock, step_of_ours in zip(runs.log("stock"), runs.log("short"), strict=True):
-        assert step_of_ours["loss"] == pytest.approx(step_of_stock["loss"], rel=RELATIVE)
+    assert_same_figures(runs.log("short"), runs.log("stock"), ["loss"], rel=RELATIVE)
 
 
 SMALL = ("batch_size=2", "gradient_accumulation_steps=2", "clip_grad_norm=inf")
@@ -149,9 +145,7 @@ def test_packed_dataset_uses_row_microbatches_and_logs_it_once(tmp_path: Path) -
     printed = [line for line in lines if "the dataset is packed" in line]
     assert printed == ["token budget · the dataset is packed, all rows have 256 tokens: microbatches of 4 rows"]
     by_rows, by_tokens = (read_log(tmp_path / name / "log.jsonl") for name in ("rows", "tokens"))
-    assert [step["loss"] for step in by_tokens] == pytest.approx(
-        [step["loss"] for step in by_rows], rel=RELATIVE_AFTER_ADAM
-    )
+    assert_same_figures(by_tokens, by_rows, ["loss"], rel=RELATIVE_AFTER_ADAM)
     assert len(by_tokens) >= 2
     assert all(step["padding_fraction"] == 0 for step in by_tokens)
 

@@ -1,12 +1,8 @@
 """A part of `make crash`; and tests that its hook strikes at the requested operation."""
 
 import os
-import random
 import shutil
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
-from itertools import product
 from pathlib import Path
 
 import pytest
@@ -16,20 +12,12 @@ from tests.ranks import RankFailed, run_on_ranks
 from tests.recipes.crash import kill_hook
 from tests.recipes.crash.child_runs import struck_at
 from tests.recipes.crash.kill_points import (
-    INT,
-    LAST_STEP,
-    PROBE,
     START,
-    STEP,
-    TERM,
-    TRAIN,
     Order,
     Point,
 )
 from tests.recipes.crash.plans import (
     Plan,
-    Scout,
-    all_plans,
     one_of_each,
     random_operations,
 )
@@ -49,27 +37,6 @@ def test_run_killed_repeatedly_ends_like_an_undisturbed_run(plan: Plan, least_ki
     tally = Session(tmp_path, 0, time.monotonic() + 150).follow(plan)
     assert tally.good, "\n".join([tally.summary(), *tally.details()])
     assert tally.killed >= least_killed, tally.summary()
-
-
-@dataclass(frozen=True)
-class Undisturbed(Scout):
-    """A long run: 40 operations per stage."""
-
-    def operations(self, stage: str) -> list[str]:
-        return [f"write {stage}_{number}" for number in range(40)]
-
-
-def cells(plan: Plan) -> Iterator[tuple[object, ...]]:
-    """Yield signal, target, number of ranks and stage for each point."""
-    for point in plan.aim(Undisturbed(Path(), 9000, plan.variant.stages), random.Random(0)):
-        assert not point.launcher or (plan.tune_run and (plan.variant.ranks > 1 or plan.launched)), str(plan)
-        if point.asks:
-            yield point.blow, point.launcher, plan.variant.ranks, point.stage
-
-
-def test_signal_plans_cover_all_targets_rank_counts_and_stages() -> None:
-    wanted = set(product((TERM, INT), (True, False), (1, 2), (PROBE, STEP, TRAIN, LAST_STEP)))
-    assert wanted - {cell for plan in all_plans() for cell in cells(plan)} == set()
 
 
 def change_files(room: Path) -> None:

@@ -8,7 +8,7 @@ import torch
 
 from tests.ranks import run_on_ranks
 from tests.recipes.ppo.rollouts import ppo_config, saved
-from tests.recipes.recorders import read_log
+from tests.recipes.recorders import assert_same_figures, read_log
 from tests.recipes.running import run_ours
 
 SMALL = (
@@ -40,9 +40,9 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_compiled_run_equals_the_plain_run(runs: Path) -> None:
     torch.testing.assert_close(saved(runs / "compiled"), saved(runs / "plain"), rtol=RELATIVE, atol=1e-6)
-    for mine, plain in zip(*(read_log(runs / way / "log.jsonl") for way in ("compiled", "plain")), strict=True):
-        for figure in ("scores", "kl", "policy_loss", "value_loss", "response_lengths"):
-            assert mine[figure] == pytest.approx(plain[figure], rel=RELATIVE, abs=1e-6), figure
+    compiled, plain = (read_log(runs / way / "log.jsonl") for way in ("compiled", "plain"))
+    figures = ("scores", "kl", "policy_loss", "value_loss", "response_lengths")
+    assert_same_figures(compiled, plain, figures, rel=RELATIVE, abs=1e-6)
 
 
 def test_bf16_run_trains_both_models_and_stays_close(runs: Path) -> None:

@@ -7,7 +7,7 @@ import torch
 
 from tests.ranks import run_on_ranks
 from tests.recipes.ppo.rollouts import given_to_ours, ppo_config, run_stock_ppo, saved
-from tests.recipes.recorders import read_log
+from tests.recipes.recorders import assert_same_figures, read_log
 from tests.recipes.running import RELATIVE, run_ours
 
 WHOLE = "ppo_batch_size=8"
@@ -44,9 +44,7 @@ def test_every_iteration_has_the_figures_of_the_stock_recipe(runs: Path, case: s
     stock, ours = (read_log(runs / case / who / "log.jsonl") for who in ("stock", "ours"))
     assert len(ours) == len(stock) == 3
     assert stock[0].keys() <= ours[0].keys()
-    for expected, found in zip(stock, ours, strict=True):
-        for figure in FIGURES:
-            assert found[figure] == pytest.approx(expected[figure], rel=RELATIVE, abs=1e-5), figure
+    assert_same_figures(ours, stock, FIGURES, rel=RELATIVE, abs=1e-5)
     assert ours[-1]["kl"] != 0
 
 

@@ -10,7 +10,7 @@ from tests.fault_injection import FaultInjector
 from tests.ranks import run_on_ranks
 from tests.recipes.interrupted_runs import train_until
 from tests.recipes.ppo.rollouts import ppo_config, saved
-from tests.recipes.recorders import events_of, read_log
+from tests.recipes.recorders import assert_same_figures, events_of, read_log
 from tests.recipes.running import load_ours, run_ours
 from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.rl.stages import FIND_VALUES, STAGES, TRAIN_POLICY, TRAIN_VALUE
@@ -78,9 +78,9 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def compare(ours: Path, others: Path) -> None:
     """Compare the logged figures of answers, and the weights of both models."""
-    for mine, its in zip(read_log(ours / "log.jsonl"), read_log(others / "log.jsonl"), strict=True):
-        for figure in ("scores", "response_lengths", "kl", "policy_loss", "value_loss", "clipfrac"):
-            assert mine[figure] == pytest.approx(its[figure], rel=RELATIVE, abs=1e-6), figure
+    figures = ("scores", "response_lengths", "kl", "policy_loss", "value_loss", "clipfrac")
+    logs = (read_log(folder / "log.jsonl") for folder in (ours, others))
+    assert_same_figures(*logs, figures, rel=RELATIVE, abs=1e-6)
     torch.testing.assert_close(saved(ours), saved(others), rtol=RELATIVE, atol=1e-6)
 
 

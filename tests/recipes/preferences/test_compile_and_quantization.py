@@ -7,7 +7,7 @@ import pytest
 
 from tests.ranks import run_on_ranks
 from tests.recipes.preferences.test_runs import FIGURES
-from tests.recipes.recorders import read_log
+from tests.recipes.recorders import assert_same_figures, read_log
 from tests.recipes.running import SGD, demo_config, run_ours
 
 BASE = (
@@ -47,9 +47,7 @@ def test_compiled_run_has_the_figures_of_the_plain_run(kind: str, tmp_path: Path
     run_on_ranks(2, train_both, kind, tmp_path, timeout_s=150, in_group=False)
     expected, found = (read_log(tmp_path / case / "log.jsonl") for case in ("plain", "compiled"))
     assert len(found) == len(expected) >= 3
-    for step_of_plain, step in zip(expected, found, strict=True):
-        for figure in FIGURES:
-            assert step[figure] == pytest.approx(step_of_plain[figure], rel=2e-5, abs=1e-5), figure
+    assert_same_figures(found, expected, FIGURES, rel=2e-5, abs=1e-5)
 
 
 def test_quantized_weights_serve_as_reference_and_policy(tmp_path: Path) -> None:

@@ -93,13 +93,6 @@ def test_saved_weights_are_those_of_the_stock_recipe(runs: tuple[str, str, Path]
     torch.testing.assert_close(ours, stock, rtol=RELATIVE, atol=1e-6)
 
 
-@pytest.mark.parametrize("runs", [("full_dpo", "one microbatch")], ids="-".join, indirect=True)
-def test_logged_norm_is_that_of_the_gradient(runs: tuple[str, str, Path]) -> None:
-    _, _, folder = runs
-    logged = [step["grad_norm"] for step in read_log(folder / "ours" / "log.jsonl")]
-    assert logged == pytest.approx(norms_of(folder / "ours"), rel=RELATIVE)
-
-
 def norms_of(folder: Path) -> list[float]:
     """Read the norms recorded by the optimizer."""
     return [float(line) for line in (folder / "norms").read_text().splitlines()]

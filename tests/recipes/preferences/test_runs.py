@@ -9,7 +9,7 @@ import torch
 
 from tests.forked_commands import tune_run_forked
 from tests.ranks import run_on_ranks
-from tests.recipes.recorders import events_of, read_log, search_results
+from tests.recipes.recorders import assert_same_figures, events_of, read_log, search_results
 from tests.recipes.running import SGD, demo_config, run_ours
 from torchtune_adaptive.tune.preference import POLICY, REFERENCE
 
@@ -56,9 +56,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_losses_and_rewards_are_those_of_a_plain_run(runs: Path, case: str) -> None:
     plain, ours = (read_log(runs / each / "log.jsonl") for each in ("plain", case))
     assert len(ours) == len(plain) == 4
-    for expected, found in zip(plain, ours, strict=True):
-        for figure in FIGURES:
-            assert found[figure] == pytest.approx(expected[figure], rel=RELATIVE, abs=1e-5), figure
+    assert_same_figures(ours, plain, FIGURES, rel=RELATIVE, abs=1e-5)
     assert plain[-1]["rewards/margins"] > plain[0]["rewards/margins"]
 
 

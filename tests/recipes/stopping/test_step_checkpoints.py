@@ -15,7 +15,8 @@ from torchao.optim import AdamW8bit
 
 from tests.ranks import run_on_ranks
 from tests.recipes.interrupted_runs import train_until
-from tests.recipes.running import demo_config, load_ours, saved_weights
+from tests.recipes.recorders import assert_same_figures
+from tests.recipes.running import demo_config, load_ours
 from tests.timeline import read_timeline
 from torchtune_adaptive.lifecycle.run_state import LOCK_FILE
 
@@ -49,10 +50,11 @@ KINDS: dict[str, tuple[str, int, tuple[str, ...]]] = {
     "full-2-ranks": ("full", 2, ("model.attn_dropout=0.1",)),
     "full-8-bit-2-ranks": ("full", 2, EIGHT_BIT),
     "full-growing": ("full", 2, ("model.attn_dropout=0.1", *GROWING)),
+    "full-in-backward": ("full", 1, ("optimizer_in_bwd=True", "gradient_accumulation_steps=1", "clip_grad_norm=null")),
     "lora-tokens": ("lora", 1, ("model.lora_dropout=0.1", "adaptive.token_budget=512")),
+    "lora-adapter-only": ("lora", 2, ("save_adapter_weights_only=True",)),
 }
 """Recipe, ranks and overrides."""
-SLOW = "full-async-8-bit-2-ranks"
 STOPS = (2, 4, 6, 7)
 """Steps before which the run ends, in turn: before the first checkpoint, right after one, in the first step of a batch
 that has grown, and after a checkpoint within its epoch.
@@ -80,9 +82,7 @@ def run_kind(name: str, folder: Path) -> None:
         train(kind, demo_config(kind, folder / "stopped", *RUN, *overrides), stop_before=stop)
 
 
-@pytest.fixture(
-    scope="module", params=[pytest.param(kind, marks=[pytest.mark.nightly] * (kind == SLOW)) for kind in KINDS]
-)
+@pytest.fixture(scope="module", params=KINDS)
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     name = request.param
     folder = tmp_path_factory.mktemp(name)
@@ -92,9 +92,13 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 @pytest.mark.smoke("full-2-ranks", "lora-tokens")
 def test_final_weights_are_bitwise_those_of_the_undisturbed_run(folder: Path) -> None:
-    whole, stopped = (saved_weights(folder / name, EPOCHS - 1) for name in ("whole", "stopped"))
-    assert whole.keys() == stopped.keys()
-    assert [name for name in whole if not torch.equal(whole[name], stopped[name])] == []
+    whole, stopped = (folder / name / "out" / f"epoch_{EPOCHS - 1}" for name in ("whole", "stopped"))
+    files = sorted(path.name for path in whole.glob("*model*"))
+    assert files
+    for file in files:
+        ours, theirs = (torch.load(place / file, weights_only=True) for place in (stopped, whole))
+        assert ours.keys() == theirs.keys()
+        assert [name for name in theirs if not torch.equal(ours[name], theirs[name])] == []
 
 
 def test_record_has_every_step_once_with_the_figures_of_the_undisturbed_run(folder: Path) -> None:
@@ -102,9 +106,7 @@ def test_record_has_every_step_once_with_the_figures_of_the_undisturbed_run(fold
     steps = [record["step"] for record in records["whole"]]
     assert steps == list(range(1, len(steps) + 1))
     assert [record["step"] for record in records["stopped"]] == steps
-    for one, other in zip(records["whole"], records["stopped"], strict=True):
-        for figure in ("loss", "lr", "microbatch_rows", "samples"):
-            assert one[figure] == other[figure], (one["step"], figure)
+    assert_same_figures(records["stopped"], records["whole"], ("loss", "lr", "microbatch_rows", "samples"))
 
 
 def test_no_unfinished_files_remain(folder: Path) -> None:

@@ -27,14 +27,3 @@ def test_second_run_names_the_first_and_changes_no_file(tmp_path: Path) -> None:
     ended = run_with_signals(2, "full", tmp_path / "run", *RUN)
     assert [each.status for each in ended] == [0, 0]
     assert condition_of(out)[0] is Condition.FINISHED
-
-
-def test_error_is_the_last_line_and_kept_for_status(tmp_path: Path) -> None:
-    broken = ("optimizer.lr=1e30", "lr_scheduler=null", "clip_grad_norm=null", "adaptive.max_skipped_steps=0")
-    ended = run_with_signals(2, "full", tmp_path / "run", *RUN, *broken, "epochs=4")
-    assert [each.status for each in ended] == [1, 1]
-    message = r"error: step [2-4]: the (loss|gradient norm) is (nan|inf), in 1 consecutive step, and .* is 0;"
-    assert re.match(message, ended[0].lines.splitlines()[-1])
-    condition, (why, *_) = condition_of(tmp_path / "run" / "out")
-    assert condition is Condition.BROKEN
-    assert "adaptive.max_skipped_steps is 0" in why

@@ -3,8 +3,6 @@
 import json
 import os
 import signal
-import subprocess
-import sys
 import threading
 from functools import partial
 from pathlib import Path
@@ -14,6 +12,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from tests.null.processes import skip_without_null_device
+from tests.rehearse.conftest import run_program
 from tests.rehearse.recipes.two_ranks import GPU, command, errors_and_flushes, rehearsed, trained
 from torchtune_adaptive.config.command_line import locate
 from torchtune_adaptive.config.stand_ins import with_stand_ins
@@ -33,12 +32,10 @@ def null_device() -> None:
 
 
 def answer(recipe: str, config: str, *words: str, memory: str, ranks: int = 2) -> Any:
-    program = [str(Path(sys.executable).with_name("tune-adaptive")), "rehearse", "--without-data", "--format", "json"]
-    rehearsed = [*program, "--memory", memory, "--ranks", str(ranks), "--steps", "2", "--", "tune", "run"]
-    ended = subprocess.run(
-        [*rehearsed, recipe, "--config", config, "device=cuda", "adaptive.memory_limit=null", *words],
-        capture_output=True, text=True, timeout=240, env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
+    program = ("tune-adaptive", "rehearse", "--without-data", "--format", "json")
+    options = ("--memory", memory, "--ranks", str(ranks), "--steps", "2", "--", "tune", "run")
+    config_words = (recipe, "--config", config, "device=cuda", "adaptive.memory_limit=null", *words)
+    ended = run_program(Path.cwd(), *program, *options, *config_words)
     assert ended.returncode == 0, ended.stderr
     return json.loads(ended.stdout)
 

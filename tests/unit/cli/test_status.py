@@ -81,10 +81,15 @@ def test_user_error_is_not_restarted(run_folder: Path, status: Status) -> None:
     assert status(run_folder)[0] == CAN_CONTINUE
 
 
-def test_run_without_a_complete_checkpoint_is_broken(run_folder: Path, status: Status) -> None:
+def test_run_without_a_complete_checkpoint_is_broken_and_advised_no_refused_command(
+    run_folder: Path, status: Status
+) -> None:
     (save(run_folder, "step_2", serial=0) / "recipe_state.pt").unlink()
     code, report = status(run_folder)
     assert code == BROKEN
+    assert "the run has no intact checkpoint" in report
+    assert "resume with" not in report
+    assert "start over with another output_dir" in report
     assert f"skipped: {run_folder / 'step_2'} is damaged: recipe_state.pt is missing" in report
 
 
@@ -125,15 +130,6 @@ def test_run_that_cannot_record_its_state_logs_the_consequence(
         "`tune-adaptive status` cannot report how this run ended"
     ]
     assert [path.name for path in tmp_path.iterdir()] == [run_state.RUN_FILE]
-
-
-def test_without_a_complete_checkpoint_no_refused_command_is_advised(tmp_path: Path, status: Status) -> None:
-    (tmp_path / "step_2").mkdir()
-    code, report = status(tmp_path)
-    assert code == BROKEN
-    assert "the run has no intact checkpoint" in report
-    assert "resume with" not in report
-    assert "start over with another output_dir" in report
 
 
 @pytest.mark.parametrize("content", ["", "[]", "{}", '{"serial": 3'])

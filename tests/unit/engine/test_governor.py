@@ -18,6 +18,7 @@ from torchtune_adaptive.engine.limits import Limit, MicrobatchSize, RowLimit, Su
 
 AFTER = 10
 """Steps without memory problems before the limit grows."""
+ALONE = {1: MicrobatchSize(1, 600)}
 
 
 class Run:
@@ -89,19 +90,6 @@ def test_thrashing_at_the_smallest_limit_is_logged_once_and_continues():
     assert "and 1 row is already the smallest limit: continuing" in run.events[0].reason
 
 
-def test_limit_lowered_by_a_temporary_spike_grows_back():
-    run = Run()
-    run.out_of_memory()
-    event = run.events[0]
-    assert (event.unit, event.before, event.after) == ("rows", 8, 4)
-    assert (event.ranks, event.rows, event.length) == ((3,), 8, 100)
-    run.quiet(AFTER - 1)
-    assert run.rows == 4
-    run.quiet()
-    assert (run.rows, run.kinds) == (8, [RECOVERY, GROWTH])
-    assert run.events[1].reason == "step 10: 10 steps without memory problems: 4 rows -> 8 rows, on probation"
-
-
 @pytest.mark.parametrize(("quiet", "wait"), [(3, 2), (12, 16)], ids=["soon", "later"])
 def test_failure_soon_after_a_search_is_tried_again_sooner(quiet: int, wait: int):
     run = Run(regrow_after=16)
@@ -123,7 +111,16 @@ def test_retries_delay_growth():
     assert run.rows == 4
 
 
-def test_failure_on_probation_reverts_growth_and_doubles_the_wait():
+def fail_alone(run: Run) -> None:
+    run.governor.begin_step()
+    run.governor.out_of_memory(ALONE, run.step)
+
+
+FAILURES = {"out of memory": Run.out_of_memory, "thrashing": partial(Run.retries, steps=2), "one row": fail_alone}
+
+
+@pytest.mark.parametrize("failure", FAILURES)
+def test_failure_on_probation_reverts_growth_and_doubles_the_wait(failure: str):
     run = Run()
     run.out_of_memory()
     for wait in (AFTER, 2 * AFTER, 4 * AFTER):
@@ -131,21 +128,8 @@ def test_failure_on_probation_reverts_growth_and_doubles_the_wait():
         assert run.rows == 4
         run.quiet()
         assert run.rows == 8
-        run.out_of_memory()
+        FAILURES[failure](run)
         assert run.rows == 4
-    assert run.events[-1].reason.endswith("step repeated; 80 steps until the next try")
-
-
-def test_thrashing_on_probation_reverts_growth_and_doubles_the_wait():
-    run = Run()
-    run.out_of_memory()
-    run.quiet(AFTER)
-    run.retries(2)
-    assert (run.rows, run.kinds) == (4, [RECOVERY, GROWTH, THRASHING])
-    run.quiet(2 * AFTER - 1)
-    assert run.rows == 4
-    run.quiet()
-    assert run.rows == 8
 
 
 def test_failure_after_probation_is_an_ordinary_one():
@@ -194,6 +178,7 @@ HISTORIES = {
     "probation": (Run.out_of_memory, quiet(AFTER + 2)),
     "thrashing": (partial(Run.retries, steps=2), quiet(3)),
     "waiting": (Run.out_of_memory, quiet(AFTER), Run.out_of_memory),
+    "soon after a search": (lambda run: run.governor.allow(RowLimit(8)), quiet(3), Run.out_of_memory),
 }
 
 
@@ -229,9 +214,6 @@ def test_invalid_state_is_refused():
         Run().governor.restore({})
 
 
-ALONE = {1: MicrobatchSize(1, 600)}
-
-
 @pytest.mark.parametrize(
     ("limit", "smaller"),
     [(TokenLimit(8192), TokenLimit(512)), (RowLimit(8), RowLimit(1)), (RowLimit(1), None)],
@@ -261,19 +243,6 @@ def test_row_that_fails_alone_is_retried_again_in_the_next_run_of_the_same_step(
         assert governor.out_of_memory(ALONE, step=3).kind == EXHAUSTED
 
 
-def test_row_that_fails_alone_on_probation_reverts_growth():
-    run = Run()
-    run.out_of_memory()
-    run.quiet(AFTER)
-    assert run.rows == 8
-    run.governor.out_of_memory(ALONE, run.step)
-    assert run.rows == 4
-    run.quiet(AFTER)
-    assert run.rows == 4
-    run.quiet(AFTER)
-    assert run.rows == 8
-
-
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
 def test_failure_of_several_rows_is_not_a_single_row_failure(order: tuple[int, int]):
     sizes = (MicrobatchSize(4, 20), *ALONE.values())
@@ -297,13 +266,3 @@ def test_resumed_governor_waits_according_to_its_own_regrow_after():
     change = resumed.completed(2, {})
     assert change is not None
     assert change.kind == GROWTH
-
-
-def test_resumed_governor_keeps_the_short_wait_of_a_limit_that_failed_soon_after_a_search():
-    before = Governor(RowLimit(8), regrow_after=80)
-    before.allow(RowLimit(8))
-    before.out_of_memory({0: MicrobatchSize(8, 16)}, step=1)
-    resumed = Governor(RowLimit(8), regrow_after=80)
-    resumed.restore(before.state())
-    changes = [resumed.completed(step, {}) for step in range(2, 12)]
-    assert [change is not None and change.kind == GROWTH for change in changes] == [step == 11 for step in range(2, 12)]

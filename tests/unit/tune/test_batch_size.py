@@ -13,9 +13,9 @@ from tests.unit.tune.minimal_config import NEEDED
 from torchtune_adaptive.config.keys import AdaptiveConfig, Settings
 from torchtune_adaptive.errors import OneRowDoesNotFitError, Remedy, SampleTooLargeError
 from torchtune_adaptive.tune import batch_size
-from torchtune_adaptive.tune.batch_size import check_lengths
+from torchtune_adaptive.tune.batch_size import check_lengths, worst_sample
 from torchtune_adaptive.tune.checked_dataset import CheckedDataset
-from torchtune_adaptive.tune.samples import PAIR
+from torchtune_adaptive.tune.samples import PAIR, TEXT
 
 KIND = dataclasses.replace(PAIR, padded=False)
 
@@ -55,6 +55,16 @@ def test_journal_has_the_result() -> None:
     lengths = searched(lambda *_, **__: profiled(), stage="", token_budget="auto")
     assert lengths.reason.startswith("token budget: up to 51")
     assert (lengths.after, lengths.unit) == (profiled().limit_bytes, "bytes")
+
+
+@pytest.mark.parametrize(("asked", "tokenizer", "model"), [(256, 64, None), (64, None, 2048), (None, 128, 64)])
+def test_search_measures_the_smallest_of_all_limits(
+    asked: int | None, tokenizer: int | None, model: int | None
+) -> None:
+    dataset = CheckedDataset([TEXT.uniform(1, 30)])
+    dataset.most_tokens = model
+    data: Any = SimpleNamespace(dataset=dataset, kind=TEXT, packed=False, max_seq_len=tokenizer)
+    assert TEXT.length_of(worst_sample(data, asked)) == 64
 
 
 def test_row_that_does_not_fit_is_reported_with_its_stage() -> None:

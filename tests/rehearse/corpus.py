@@ -1,0 +1,334 @@
+"""Steps whose memory depends on computed values: python corpus.py NAME STEPS
+
+With KNOWN=1, the host computes the values, so a rehearsal predicts the exact peak. Otherwise, the GPU computes them,
+and a rehearsal must not predict less without a warning. A comment marks the line that reads such a value.
+"""
+
+import math
+import os
+import sys
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+where = "cpu" if os.environ.get("KNOWN") else "cuda"
+WIDTH, ROWS = 1024, 4096
+torch.manual_seed(0)
+model = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(8)).cuda()
+kept: list[object] = []
+
+
+def rows(count: int = ROWS) -> Tensor:
+    return torch.randn(count, WIDTH, device="cuda", requires_grad=True)
+
+
+def deep(x: Tensor) -> Tensor:
+    for layer in model:
+        x = layer(x)
+    return x
+
+
+def drawn(*shape: int) -> Tensor:
+    return torch.rand(*shape, device=where)
+
+
+def accepted_tokens(step: int) -> Tensor:
+    draft, target = (torch.randint(0, 2, (64,), device=where) for _ in range(2))
+    accepted = (draft.float() == target.float()).sum().item()  # here
+    return deep(rows(64 * accepted + 64))
+
+
+def adaptive_rank(step: int) -> Tensor:
+    energy = drawn(1024).sort(descending=True).values
+    rank = int((energy.cumsum(0) / energy.sum() < 0.9).sum())  # here
+    x = rows()
+    return model[0](x) + (x @ torch.randn(WIDTH, rank * 8, device="cuda")).sum(1, keepdim=True)
+
+
+def average_of_the_best(step: int) -> Tensor:
+    loss, best = drawn(1) + 1.0, 1e9 if step == 0 else 1.0
+    if best - loss.item() > 1e6:  # here
+        kept.append([torch.empty_like(each) for each in model.parameters() for _ in range(4)])
+    return deep(rows())
+
+
+def balance_loss(step: int) -> Tensor:
+    counts, x = drawn(8), rows()
+    if counts.max() > 2 * counts.min():  # here
+        x = deep(x)
+    return model[0](x)
+
+
+def best_of_n(step: int) -> Tensor:
+    rewards = drawn(8)
+    good = [at for at, reward in enumerate(rewards.tolist()) if reward >= 0.1]  # here
+    return deep(rows(512 * max(len(good), 1)))
+
+
+def bool_of_a_mask(step: int) -> Tensor:
+    mask, x = drawn(64) > 0.1, rows()
+    wide = bool(mask.any())  # here
+    if wide:
+        x = deep(x)
+    return model[0](x)
+
+
+def compared_on_the_host(step: int) -> Tensor:
+    confidence, x = drawn(1) + 0.5, rows()
+    if confidence.cpu() > 0.4:  # here
+        x = deep(x)
+    return model[0](x)
+
+
+def converges(step: int) -> Tensor:
+    x, error, at = rows(), drawn(1) + 1.0, 0
+    while error > 0.01 and at < 16:  # here
+        x, error, at = model[at % 8](x), error / 2, at + 1
+    return x
+
+
+def curriculum(step: int) -> Tensor:
+    loss, length = drawn(1) + 2.0, 1024
+    if loss.item() > 1.0:  # here
+        length = ROWS
+    return deep(rows(length))
+
+
+def distinct_documents(step: int) -> Tensor:
+    found = torch.randint(0, 2048, (ROWS,)).to(where) + torch.randint(0, 2, (ROWS,), device=where)
+    documents = torch.unique(found)  # here
+    return deep(rows(len(documents)))
+
+
+def divided_float(step: int) -> Tensor:
+    whole, _ = divmod(ROWS * (drawn(1) / 2 + 0.5).item(), 1)
+    return deep(rows(int(whole)))  # here
+
+
+def early_exit(step: int) -> Tensor:
+    confidence, x = drawn(8) / 2, rows()
+    for at, layer in enumerate(model):
+        x = layer(x)
+        if confidence[at] > 0.9:  # here
+            return x
+    return x
+
+
+def entropy_bonus(step: int) -> Tensor:
+    probabilities, x = drawn(64).softmax(0), rows()
+    entropy = -(probabilities * probabilities.log()).sum()
+    if entropy.item() >= 1.0:  # here
+        x = deep(x)
+    return model[0](x)
+
+
+def evaluation_later(step: int) -> Tensor:
+    if step == 20:
+        with torch.no_grad():
+            deep(torch.randn(16 * ROWS, WIDTH, device="cuda"))
+    return deep(rows())
+
+
+def expert_of_the_largest_score(step: int) -> Tensor:
+    scores, widths = torch.arange(4.0).to(where), [256, 1024, 2048, 4096]
+    chosen = widths[scores.argmax().item()]  # here
+    return deep(rows(chosen))
+
+
+def filtered_experts(step: int) -> Tensor:
+    load, x = drawn(8) + 0.1, rows()
+    for layer in [each for at, each in enumerate(model) if load[at].item() > 0.05]:  # here
+        x = layer(x)
+    return model[0](x)
+
+
+def float_of_a_tensor(step: int) -> Tensor:
+    confidence, x = drawn(1) + 0.5, rows()
+    if float(confidence) > 0.4:  # here
+        x = deep(x)
+    return model[0](x)
+
+
+def gate(step: int) -> Tensor:
+    gate, x = torch.tensor(0.0).to(where), rows()
+    if torch.sigmoid(gate).item() > 0.4:  # here
+        x = deep(x)
+    return model[0](x)
+
+
+def gate_in_a_variable(step: int) -> Tensor:
+    confidence, x = drawn(1) + 0.5, rows()
+    share = 2 * confidence.item() - 0.1
+    wide = share > 0.5  # here
+    return deep(x) if wide else model[0](x)
+
+
+def gradient_surgery(step: int) -> Tensor:
+    one, other = (drawn(64) - 1 for _ in range(2))
+    x = rows()
+    if (one * other).sum() > 0:  # here
+        x = x + torch.randn(8, ROWS, WIDTH, device="cuda").sum(0)
+    return deep(x)
+
+
+def halting(step: int) -> Tensor:
+    x, total, more = rows(), torch.zeros(64, device=where), drawn(64) / 10
+    for layer in model:
+        x, total = layer(x), total + more
+        if (total > 0.99).all():  # here
+            break
+    return x
+
+
+def k_from_a_float(step: int) -> Tensor:
+    share, x = drawn(1) / 2 + 0.5, rows()
+    k = int(share.item() * ROWS)  # here
+    return deep(x[torch.topk(x[:, 0], k).indices])
+
+
+def larger_of_two_floats(step: int) -> Tensor:
+    one, other = drawn(2) + 0.5
+    return deep(rows(int(ROWS * max(one.item(), other.item()))))  # here
+
+
+def layer_drop(step: int) -> Tensor:
+    x = rows()
+    for layer in model:
+        if torch.rand(1, device=where).item() < 0.1:  # here
+            continue
+        x = layer(x)
+    return x
+
+
+def list_of_floats(step: int) -> Tensor:
+    shares, x = drawn(4) + 0.5, rows()
+    for share in shares.tolist():
+        if share > 0.2:  # here
+            x = deep(x)
+    return model[0](x)
+
+
+def longer_rows_later(step: int) -> Tensor:
+    return deep(rows(ROWS if step < 20 else 4 * ROWS))
+
+
+def longest_length(step: int) -> Tensor:
+    lengths = (drawn(64) * ROWS).long()
+    return deep(rows(lengths.max().item()))  # here
+
+
+def mask_on_the_host(step: int) -> Tensor:
+    copied = (drawn(ROWS) - 0.1).cpu()
+    return deep(rows(len(copied[copied > 0])))  # here
+
+
+def one_of_two_expressions(step: int) -> Tensor:
+    confidence = drawn(1) + 0.5
+    return deep(rows()) if confidence.item() > 0.4 else model[0](rows())  # here
+
+
+def packed_lengths(step: int) -> Tensor:
+    lengths = torch.randint(1, 64, (64,), device=where)
+    return deep(rows(lengths.sum().item()))  # here
+
+
+def range_of_a_float(step: int) -> Tensor:
+    chosen = torch.arange(ROWS * (drawn(1) / 2 + 0.5).item(), device="cuda")  # here
+    return deep(rows()[chosen.long()])
+
+
+def replay_buffer(step: int) -> Tensor:
+    kept.append(torch.randn(ROWS, WIDTH, device="cuda"))
+    return deep(rows())
+
+
+def rounded_float(step: int) -> Tensor:
+    share = drawn(1) / 2 + 0.5
+    return deep(rows(round(share.item() * ROWS)))  # here
+
+
+def sampled_depth(step: int) -> Tensor:
+    x, depth = rows(), 1 + int(torch.rand((), device=where).item() * 8)  # here
+    for layer in model[:depth]:
+        x = layer(x)
+    return x
+
+
+def sampled_integer(step: int) -> Tensor:
+    x = rows()
+    for layer in model[: torch.randint(4, 9, (), device=where).item()]:  # here
+        x = layer(x)
+    return x
+
+
+def size_from_a_float(step: int) -> Tensor:
+    share = drawn(100).mean()
+    return deep(rows(math.ceil(ROWS * share.item())))  # here
+
+
+def step_is_skipped(step: int) -> Tensor:
+    norm, x = drawn(1) + 0.5, deep(rows())
+    if norm.item() < 0.1:  # here
+        return x
+    kept.append(x.detach())
+    return x
+
+
+def sums_that_decide(step: int) -> Tensor:
+    rewards, x = drawn(64), rows()
+    if sum(each.item() for each in rewards) > 1:  # here
+        x = deep(x)
+    return model[0](x)
+
+
+def token_dropping(step: int) -> Tensor:
+    scores = drawn(ROWS)
+    chosen = (scores > 0.1).nonzero().squeeze(1)  # here
+    return deep(rows()[chosen.cuda()])
+
+
+def unfrozen_later(step: int) -> Tensor:
+    if step in (0, 20):
+        model[:7].requires_grad_(step == 20)
+    return deep(rows())
+
+
+def until_nothing_is_unfinished(step: int) -> Tensor:
+    left = torch.arange(20, device=where) + torch.randint(1, 3, (1,), device=where)
+    x, done = rows(), 0
+    unfinished = left > 0
+    while True:
+        x = model[done % 8](x)
+        done += 1
+        unfinished = (left - done) > 0
+        if not unfinished.any() or done == 24:  # here
+            break
+    return x
+
+
+def warm_up_until_stable(step: int) -> Tensor:
+    history, x = drawn(8), rows()
+    stable = history.std().item() < 0.9  # here
+    if stable:
+        x = deep(x)
+    return model[0](x)
+
+
+def while_any(step: int) -> Tensor:
+    x, p, at = rows(), drawn(64), 0
+    while (p < 0.9).any() and at < 16:  # here
+        x, p, at = model[at % 8](x), p + 0.1, at + 1
+    return x
+
+
+def train(forward: Callable[[int], Tensor], steps: int) -> None:
+    optimizer = torch.optim.AdamW(model.parameters())
+    for step in range(steps):
+        forward(step).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+if __name__ == "__main__":
+    train(globals()[sys.argv[1]], steps=int(sys.argv[2]))
