@@ -52,9 +52,10 @@ In DPO, a row is a pair, and the microbatch is the smaller of those of the polic
 
 def ranks_of(config: NamedConfig) -> int:
     """Return the number of ranks that the comments of a config state."""
-    found = re.search(r"--nnodes (\d+)", text := config.path.read_text(encoding="utf-8"))
-    per_node = re.search(r"--nproc_per_node (\d+)", text)
-    return int(found[1] if found else 1) * int(per_node[1] if per_node else 1)
+    text = config.path.read_text(encoding="utf-8")
+    nodes = re.search(r"--nnodes (\d+)|on (\d+) nodes", text)
+    per_node = re.search(r"--nproc_per_node (\d+)|nodes w/ (\d+) devices", text)
+    return int((nodes[1] or nodes[2]) if nodes else 1) * int((per_node[1] or per_node[2]) if per_node else 1)
 
 
 def rehearsed(config: NamedConfig, done: Mapping[str, Any]) -> dict[str, Any]:
@@ -63,6 +64,8 @@ def rehearsed(config: NamedConfig, done: Mapping[str, Any]) -> dict[str, Any]:
     row.setdefault("gpus", {})
     cfg = read_config(config.path, [])
     row["batch_size"], row["tokens"] = int(cfg.batch_size), length_of(cfg)
+    if "vision" in config.name:
+        return row | {"refused": "--without-data has no images"}
     recipe = RECIPES[config.recipe].name
     command = ["-m", recipe, "--config", str(config.path), "use_maximum_batch_size=True", "device=cuda"]
     for card in (name for name in CARDS if name not in SAME_MEMORY and name not in row["gpus"]):
