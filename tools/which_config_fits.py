@@ -19,7 +19,7 @@ from typing import Any
 
 from benchmarks.results import RESULTS, save
 from tools.example_scripts import NAME as SCRIPTS
-from tools.example_scripts import cpu_s, stored
+from tools.example_scripts import EXAMPLES, cpu_s, stored
 from torchtune_adaptive.config.command_line import read_config
 from torchtune_adaptive.config.registry import FULL, FULL_DPO, LORA, LORA_DPO, NamedConfig, stock_configs
 from torchtune_adaptive.config.stand_ins import length_of
@@ -139,6 +139,8 @@ def page(rows: Iterable[Mapping[str, Any]]) -> str:
     ]
     lines += [f"- {each.name} ({KINDS[each.recipe]}): not yet" for each in missing]
     lines += [f"- {row['script']} (TRL): {row['verdict']}" for row in stored(SCRIPTS) if row["fits"] is None]
+    tried = {row["script"] for row in stored(SCRIPTS)}
+    lines += [f"- {name} (TRL): not yet" for name in dict.fromkeys(each.name for each in EXAMPLES) if name not in tried]
     lines += NOT_REHEARSED
     return "\n".join(lines) + "\n"
 
