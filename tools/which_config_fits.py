@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.results import RESULTS, save
-from tools.example_scripts import NAME as SCRIPTS
 from tools.example_scripts import EXAMPLES, cpu_s, stored
+from tools.example_scripts import NAME as SCRIPTS
 from torchtune_adaptive.config.command_line import read_config
 from torchtune_adaptive.config.registry import FULL, FULL_DPO, LORA, LORA_DPO, NamedConfig, stock_configs
 from torchtune_adaptive.config.stand_ins import length_of
