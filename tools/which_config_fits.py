@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import re
-import resource
 import sys
 import time
 from collections.abc import Iterable, Mapping
@@ -19,6 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.results import RESULTS, save
+from tools.example_scripts import EXAMPLES, cpu_s, stored
+from tools.example_scripts import NAME as SCRIPTS
 from torchtune_adaptive.config.command_line import read_config
 from torchtune_adaptive.config.registry import FULL, FULL_DPO, LORA, LORA_DPO, NamedConfig, stock_configs
 from torchtune_adaptive.config.stand_ins import length_of
@@ -50,11 +51,32 @@ In DPO, a row is a pair, and the microbatch is the smaller of those of the polic
 """
 
 
+TEXT_OF_SCRIPTS = """
+## TRL's scripts
+
+`python -m tools.example_scripts` rehearsed {count} commands in {cpu_s:,.0f} CPU seconds
+([results](../benchmarks/results/{name}.json)): TRL's scripts, unmodified, with two steps on one h100, of which 1 GiB is
+left to CUDA. The flags are those of each script's documentation, as far as they affect memory. The model is Qwen2.5
+0.5B with random weights, also where the documentation names another one, and as the teacher. A prompt and an answer
+have 540 tokens each, so the figures are not those of TRL's data sets. A step has all microbatches of
+`--gradient_accumulation_steps`."""
+NOT_REHEARSED = [
+    "- TRL's scripts with images, which need a processor; those that use a server or an environment (`vllm_serve`, "
+    "`async_grpo`, `openenv`, `harbor`, `openreward`); `bco`, `gspo` and `ppo`, which name models or data to download; "
+    "the others of its folder `examples/scripts`: not tried",
+    "- transformers' PyTorch examples, which its wheel lacks: not tried as cases, but [scripts with its "
+    "Trainer](rehearsing.md#scripts-that-were-tested) were",
+    "- torchtitan's configs: not tried as cases, but [Llama 3.1 8B and a "
+    "mixture](torchtitan.md#rehearsals-of-the-trainer) were rehearsed by command",
+]
+
+
 def ranks_of(config: NamedConfig) -> int:
     """Return the number of ranks that the comments of a config state."""
-    found = re.search(r"--nnodes (\d+)", text := config.path.read_text(encoding="utf-8"))
-    per_node = re.search(r"--nproc_per_node (\d+)", text)
-    return int(found[1] if found else 1) * int(per_node[1] if per_node else 1)
+    text = config.path.read_text(encoding="utf-8")
+    nodes = re.search(r"--nnodes (\d+)|on (\d+) nodes", text)
+    per_node = re.search(r"--nproc_per_node (\d+)|nodes w/ (\d+) devices", text)
+    return int((nodes[1] or nodes[2]) if nodes else 1) * int((per_node[1] or per_node[2]) if per_node else 1)
 
 
 def rehearsed(config: NamedConfig, done: Mapping[str, Any]) -> dict[str, Any]:
@@ -63,23 +85,19 @@ def rehearsed(config: NamedConfig, done: Mapping[str, Any]) -> dict[str, Any]:
     row.setdefault("gpus", {})
     cfg = read_config(config.path, [])
     row["batch_size"], row["tokens"] = int(cfg.batch_size), length_of(cfg)
+    if "vision" in config.name:
+        return row | {"refused": "--without-data has no images"}
     recipe = RECIPES[config.recipe].name
     command = ["-m", recipe, "--config", str(config.path), "use_maximum_batch_size=True", "device=cuda"]
     for card in (name for name in CARDS if name not in SAME_MEMORY and name not in row["gpus"]):
-        begin = resource.getrusage(resource.RUSAGE_CHILDREN)
+        begin_s = cpu_s()
         found = rehearse(command, card, row["ranks"], steps=2, without_data=True, quiet=True)
-        end = resource.getrusage(resource.RUSAGE_CHILDREN)
-        cpu_s = end.ru_utime + end.ru_stime - begin.ru_utime - begin.ru_stime
+        spent_s = cpu_s() - begin_s
         for name in (card, *(name for name, same in SAME_MEMORY.items() if same == card)):
             of_card = SweepRow(GPUS[name], replace(found, gpu=GPUS[name]))
             answer = {key: value for key, value in of_card.as_dict().items() if key not in ("gpu", "ranks", "searches")}
-            row["gpus"][name] = answer | {"rows": found.most_rows, "cpu_s": cpu_s if name == card else 0}
+            row["gpus"][name] = answer | {"rows": found.most_rows, "cpu_s": spent_s if name == card else 0}
     return row
-
-
-def stored() -> list[dict[str, Any]]:
-    file = RESULTS / f"{NAME}.json"
-    return json.loads(file.read_text(encoding="utf-8"))["rows"] if file.exists() else []
 
 
 def cell(answer: Mapping[str, Any] | None) -> str:
@@ -112,6 +130,7 @@ def page(rows: Iterable[Mapping[str, Any]]) -> str:
             f"{' | '.join(cell(row['gpus'].get(name)) for name in CARDS)} |"
             for row in shown
         ]
+    lines += scripts_of_trl() if stored(SCRIPTS) else []
     lines += ["", "## What was not rehearsed", ""]
     lines += [f"- {row['config']} ({KINDS[row['recipe']]}): {row['refused']}" for row in rows if "refused" in row]
     unanswered = [(row, name, each) for row in rows for name, each in row["gpus"].items() if each["fits"] is None]
@@ -119,11 +138,30 @@ def page(rows: Iterable[Mapping[str, Any]]) -> str:
         f"- {row['config']} ({KINDS[row['recipe']]}) on {name}: {each['verdict']}" for row, name, each in unanswered
     ]
     lines += [f"- {each.name} ({KINDS[each.recipe]}): not yet" for each in missing]
+    lines += [f"- {row['script']} (TRL): {row['verdict']}" for row in stored(SCRIPTS) if row["fits"] is None]
+    tried = {row["script"] for row in stored(SCRIPTS)}
+    lines += [f"- {name} (TRL): not yet" for name in dict.fromkeys(each.name for each in EXAMPLES) if name not in tried]
+    lines += NOT_REHEARSED
     return "\n".join(lines) + "\n"
 
 
+def scripts_of_trl() -> list[str]:
+    """Return the table of TRL's scripts."""
+    rows = stored(SCRIPTS)
+    text = TEXT_OF_SCRIPTS.format(name=SCRIPTS, cpu_s=sum(row["cpu_s"] for row in rows), count=len(rows))
+    lines = [*text.splitlines(), "", "| script | flags | allocated | reserved | step | CPU seconds |", "|---" * 6 + "|"]
+    for row in (row for row in rows if row["fits"] is not None):
+        allocated, reserved = (f"{row[f'{name}_bytes'] / 2**30:.2f} GiB" for name in ("allocated", "reserved"))
+        time = f"{row['seconds']:.2f} s" if row["seconds"] else ""
+        no = " (does not fit)" * (not row["fits"])
+        lines.append(
+            f"| {row['script']} | {row['flags']} | {allocated}{no} | {reserved} | {time} | {row['cpu_s']:.0f} |"
+        )
+    return lines
+
+
 def main() -> None:
-    rows = {(row["recipe"], row["config"]): row for row in stored()}
+    rows = {(row["recipe"], row["config"]): row for row in stored(NAME)}
     for config in [each for each in stock_configs() if each.recipe in RECIPES and "--page" not in sys.argv]:
         key = config.recipe, config.name
         begin_s = time.monotonic()

@@ -78,6 +78,7 @@ def test_larger_config_is_reported_by_kind_and_a_killed_script_does_not_end_the_
     assert [[child.tag for child in case] for case in suite] == [[], ["failure"], ["error"]]
     assert "activations and other" in (suite[1][0].text or "")
     assert "signal 9" in (suite[2][0].get("message") or "")
+    assert ended.stdout.count("signal 9") == 1
 
 
 def test_file_of_cases_excludes_a_command_and_options_of_one(tmp_path: Path) -> None:

@@ -9,7 +9,14 @@ import pytest
 
 from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.rehearse.cases import read_cases
-from torchtune_adaptive.rehearse.expectations import Expectations, change_by_kind, peak_of, read_peaks, update_peaks
+from torchtune_adaptive.rehearse.expectations import (
+    Expectations,
+    change_by_kind,
+    peak_of,
+    read_peaks,
+    report,
+    update_peaks,
+)
 from torchtune_adaptive.rehearse.result import RehearsalResult
 
 GIB = 2**30
@@ -24,7 +31,8 @@ def result(allocated: float, reserved: float, parameters: float = 2, **about: An
 
 def out_of_memory() -> RehearsalResult:
     error = {"step": 2, "allocated_bytes": 60 * GIB, "reserved_bytes": 61 * GIB, "asked_bytes": GIB, "in_search": False,
-             "has_optimizer": True, "allowed_bytes": 78 * GIB, "held_bytes": {"optimizer": 60 * GIB}}  # fmt: skip
+             "has_optimizer": True, "allowed_bytes": 78 * GIB, "free_bytes": 0, "held_bytes": {"optimizer": 60 * GIB},
+             "file": "train.py", "line": 1, "source": "step()", "operation": "step()"}  # fmt: skip
     return replace(
         result(50, 51), status=1, errors=[error], end={"by_memory": True, "allocated_bytes": 0, "reserved_bytes": 0}
     )
@@ -60,6 +68,13 @@ def test_failure_states_what_was_expected_and_by_how_much_it_is_missed(
     failures = Expectations(**expected).failures(found, RECORDED)
     assert len(failures) == (failure is not None)
     assert failure is None or failures[0].startswith(failure)
+
+
+def test_report_states_the_verdict_once_after_what_was_not_met() -> None:
+    for expected, found in ({}, out_of_memory()), ({"reserved_below": "1GiB"}, result(10, 12)):
+        text = report(Expectations(**expected).failures(found, None), found, None)
+        assert text.count(found.verdict()) == 1
+        assert text.index(found.verdict()) == 0 or "above reserved_below" in text.splitlines()[0]
 
 
 def test_growth_without_a_record_is_a_failure_that_names_the_flag() -> None:

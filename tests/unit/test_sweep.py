@@ -9,7 +9,7 @@ import pytest
 from torchtune_adaptive.rehearse.gpus import GPUS, Gpu
 from torchtune_adaptive.rehearse.result import RehearsalResult
 from torchtune_adaptive.rehearse.step_time import BF16, Operation, Work
-from torchtune_adaptive.rehearse.sweep import as_table, compare, largest, range_in
+from torchtune_adaptive.rehearse.sweep import SweepRow, as_table, compare, largest, range_in
 
 GIB = 2**30
 CARDS = [GPUS["4090"], GPUS["a100-40"], GPUS["h100"]]
@@ -59,6 +59,14 @@ def test_fastest_option_that_fits_is_marked() -> None:
     assert ("4090", "1") not in rates
     (line,) = [line for line in as_table(rows).splitlines() if "fastest" in line]
     assert tuple(line.split()[:2]) == max(rates, key=lambda key: rates[key])
+
+
+def test_table_mentions_estimates_only_if_it_has_times_and_a_verdict_only_if_no_case_is_named() -> None:
+    rows = [SweepRow(CARDS[0], RehearsalResult(GIB, GIB, 0, 1, status=-9), name) for name in ("named", "")]
+    verdict = rows[0].found.verdict()
+    assert as_table(rows[:1]).count("\n") == 1
+    assert as_table(rows[1:]).splitlines()[2:] == ["", verdict]
+    assert "estimated" in as_table(compare(imitation(), ["train.py", "1"], CARDS, [1]))
 
 
 def test_table_has_at_most_100_columns_and_json_the_same_rows() -> None:

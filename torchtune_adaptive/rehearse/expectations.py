@@ -50,7 +50,7 @@ class Expectations:
     def failures(self, found: RehearsalResult, recorded: RecordedPeak | None) -> list[str]:
         """Return a line for each expectation that is not met."""
         if found.answer is None or found.answer != self.fits:
-            return [found.verdict() if not found.fits else f"fits, but should not: {found.verdict()}"]
+            return ["fits, but should not"] if found.fits else [found.verdict()]
         failed, peaks = list[str](), found.run_peaks
         for name in MEASURES:
             limit, peak = getattr(self, f"{name}_below"), peaks[f"{name}_bytes"]
@@ -88,8 +88,9 @@ def change_by_kind(found: RehearsalResult, recorded: RecordedPeak | None) -> str
 
 
 def report(failures: Sequence[str], found: RehearsalResult, recorded: RecordedPeak | None) -> str:
-    """Return the failures, the change of the peak, and the report of the rehearsal."""
-    return "\n\n".join(filter(None, ["\n".join(failures), change_by_kind(found, recorded), found.as_text()]))
+    """Return the failures, the change of the peak, and the report of the rehearsal, which begins with the verdict."""
+    failed = "\n".join(each for each in failures if each != found.verdict())
+    return "\n\n".join(filter(None, [failed, change_by_kind(found, recorded), found.as_text()]))
 
 
 def read_peaks(path: Path) -> dict[str, RecordedPeak]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import atexit
 import functools
+import gc
 import json
 import os
 import runpy
@@ -47,6 +48,8 @@ from torchtune_adaptive.rehearse.together import fork_ranks
 def main(folder: str, settings_json: str, *command: str) -> NoReturn:
     """Run the command, and end this process with its exit status."""
     signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs of a shell ignore it
+    # Python frees tensors in cycles when it collects all garbage, whose time would depend on the compiler's cache
+    gc.set_threshold(*gc.get_threshold()[:2], 10_000)
     settings = RankSettings(**json.loads(settings_json))
     if program_of(command).startswith(("accelerate", "trl")):
         replace_simple_launcher(run)
@@ -186,7 +189,7 @@ def _run_recurrent_layers_without_cudnn(notes: set[str]) -> None:
 
 
 def _skip_autotuning() -> None:
-    """Let autotuners use one candidate, instead of compiling all: ATen's kernel, or else the first."""
+    """Let autotuners use one candidate, ATen's kernel or else the first, and let Inductor pad matrices untried."""
     os.environ["TORCHINDUCTOR_MAX_AUTOTUNE_GEMM_BACKENDS"] = "ATEN"
     os.environ["TORCHINDUCTOR_MAX_AUTOTUNE_CONV_BACKENDS"] = "ATEN"
 
@@ -199,6 +202,9 @@ def _skip_autotuning() -> None:
 
         setattr(getattr(module, owner), method, take)
 
+    after_import(
+        "torch._inductor.fx_passes.pad_mm", lambda module: setattr(module, "get_cached_should_pad", lambda _: True)
+    )
     after_import("triton.runtime.autotuner", functools.partial(take_first, "Autotuner", "__init__", 3))
     after_import(
         "torch._inductor.select_algorithm", functools.partial(take_first, "AlgorithmSelectorCache", "__call__", 2)

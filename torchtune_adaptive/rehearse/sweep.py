@@ -123,10 +123,9 @@ def as_table(rows: Sequence[SweepRow]) -> str:
         )
     lines = [line.rstrip() for line in lines]
     low, high = UNCERTAINTY
-    lines += ["", f"Times are estimated: a step may take {low} to {high} times as long."]
-    for verdict in dict.fromkeys(row.found.verdict() for row in rows if row.fits is None):
-        lines.append(verdict)
-    return "\n".join(lines)
+    notes = [f"Times are estimated: a step may take {low} to {high} times as long."] * any(row.time for row in rows)
+    notes += dict.fromkeys(row.found.verdict() for row in rows if row.fits is None and not row.name)
+    return "\n".join([*lines, *[""] * bool(notes), *notes])
 
 
 _WORDS = {True: "yes", False: "no", None: "no answer"}
