@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import re
+import resource
 import sys
 import time
 from collections.abc import Iterable, Mapping
@@ -18,8 +19,6 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.results import RESULTS, save
-from tools.example_scripts import EXAMPLES, cpu_s, stored
-from tools.example_scripts import NAME as SCRIPTS
 from torchtune_adaptive.config.command_line import read_config
 from torchtune_adaptive.config.registry import FULL, FULL_DPO, LORA, LORA_DPO, NamedConfig, stock_configs
 from torchtune_adaptive.config.stand_ins import length_of
@@ -51,24 +50,22 @@ In DPO, a row is a pair, and the microbatch is the smaller of those of the polic
 """
 
 
-TEXT_OF_SCRIPTS = """
-## TRL's scripts
+NOT_REHEARSED = (
+    "- TRL's example scripts, transformers' PyTorch examples and torchtitan's configs. Scripts with their trainers\n"
+    "  [were rehearsed](rehearsing.md#scripts-that-were-tested), and torchtitan's Llama 3.1 8B and a mixture\n"
+    "  [by command](torchtitan.md#rehearsals-of-the-trainer)"
+)
 
-`python -m tools.example_scripts` rehearsed {count} commands in {cpu_s:,.0f} CPU seconds
-([results](../benchmarks/results/{name}.json)): TRL's scripts, unmodified, with two steps on one h100, of which 1 GiB is
-left to CUDA. The flags are those of each script's documentation, as far as they affect memory. The model is Qwen2.5
-0.5B with random weights, also where the documentation names another one, and as the teacher. A prompt and an answer
-have 540 tokens each, so the figures are not those of TRL's data sets. A step has all microbatches of
-`--gradient_accumulation_steps`."""
-NOT_REHEARSED = [
-    "- TRL's scripts with images, which need a processor; those that use a server or an environment (`vllm_serve`, "
-    "`async_grpo`, `openenv`, `harbor`, `openreward`); `bco`, `gspo` and `ppo`, which name models or data to download; "
-    "the others of its folder `examples/scripts`: not tried",
-    "- transformers' PyTorch examples, which its wheel lacks: not tried as cases, but [scripts with its "
-    "Trainer](rehearsing.md#scripts-that-were-tested) were",
-    "- torchtitan's configs: not tried as cases, but [Llama 3.1 8B and a "
-    "mixture](torchtitan.md#rehearsals-of-the-trainer) were rehearsed by command",
-]
+
+def cpu_s() -> float:
+    """Return the CPU seconds of all rehearsals that have ended."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
+def stored() -> list[dict[str, Any]]:
+    file = RESULTS / f"{NAME}.json"
+    return json.loads(file.read_text(encoding="utf-8"))["rows"] if file.exists() else []
 
 
 def ranks_of(config: NamedConfig) -> int:
@@ -130,7 +127,6 @@ def page(rows: Iterable[Mapping[str, Any]]) -> str:
             f"{' | '.join(cell(row['gpus'].get(name)) for name in CARDS)} |"
             for row in shown
         ]
-    lines += scripts_of_trl() if stored(SCRIPTS) else []
     lines += ["", "## What was not rehearsed", ""]
     lines += [f"- {row['config']} ({KINDS[row['recipe']]}): {row['refused']}" for row in rows if "refused" in row]
     unanswered = [(row, name, each) for row in rows for name, each in row["gpus"].items() if each["fits"] is None]
@@ -138,30 +134,12 @@ def page(rows: Iterable[Mapping[str, Any]]) -> str:
         f"- {row['config']} ({KINDS[row['recipe']]}) on {name}: {each['verdict']}" for row, name, each in unanswered
     ]
     lines += [f"- {each.name} ({KINDS[each.recipe]}): not yet" for each in missing]
-    lines += [f"- {row['script']} (TRL): {row['verdict']}" for row in stored(SCRIPTS) if row["fits"] is None]
-    tried = {row["script"] for row in stored(SCRIPTS)}
-    lines += [f"- {name} (TRL): not yet" for name in dict.fromkeys(each.name for each in EXAMPLES) if name not in tried]
-    lines += NOT_REHEARSED
+    lines.append(NOT_REHEARSED)
     return "\n".join(lines) + "\n"
 
 
-def scripts_of_trl() -> list[str]:
-    """Return the table of TRL's scripts."""
-    rows = stored(SCRIPTS)
-    text = TEXT_OF_SCRIPTS.format(name=SCRIPTS, cpu_s=sum(row["cpu_s"] for row in rows), count=len(rows))
-    lines = [*text.splitlines(), "", "| script | flags | allocated | reserved | step | CPU seconds |", "|---" * 6 + "|"]
-    for row in (row for row in rows if row["fits"] is not None):
-        allocated, reserved = (f"{row[f'{name}_bytes'] / 2**30:.2f} GiB" for name in ("allocated", "reserved"))
-        time = f"{row['seconds']:.2f} s" if row["seconds"] else ""
-        no = " (does not fit)" * (not row["fits"])
-        lines.append(
-            f"| {row['script']} | {row['flags']} | {allocated}{no} | {reserved} | {time} | {row['cpu_s']:.0f} |"
-        )
-    return lines
-
-
 def main() -> None:
-    rows = {(row["recipe"], row["config"]): row for row in stored(NAME)}
+    rows = {(row["recipe"], row["config"]): row for row in stored()}
     for config in [each for each in stock_configs() if each.recipe in RECIPES and "--page" not in sys.argv]:
         key = config.recipe, config.name
         begin_s = time.monotonic()
