@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 import os
 import re
+import subprocess
+import sys
 import tempfile
 from contextlib import ExitStack, redirect_stdout
 from functools import partial
@@ -24,6 +26,8 @@ from tests.ranks import run_on_ranks
 from torchtune_adaptive.hf import AdaptiveArguments, AdaptiveMixin, passes
 
 pytestmark = pytest.mark.timeout(900)
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs/huggingface.md").read_text().partition("\n## GRPO and RLOO\n")[2].partition("\n## ")[0]
 PASSES = ["generation", "log-probabilities", "reference log-probabilities", "reward model 1"]
 GENERATING: dict[str, Any] = {
     "num_generations": 4,
@@ -235,3 +239,41 @@ def test_first_pass_recovers_although_no_earlier_one_has_shown_its_collectives(w
         assert difference < 1e-5
         failed = {name for name in PASSES if log[f"oom_recoveries/{name}"]}
         assert failed == {"generation" if "generation" in way else "log-probabilities"}
+
+
+def test_example_of_the_page_recovers_in_each_pass() -> None:
+    command = PAGE.partition("$ torchrun ")[2].splitlines()[0].split()
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", *command]
+    output = subprocess.check_output(command, cwd=ROOT, stderr=subprocess.STDOUT, text=True, timeout=300)
+    line = re.compile(r"^ *step 1((?:, [\w -]+)?): out of memory", re.MULTILINE)
+    assert [*dict.fromkeys(line.findall(output))] == [*dict.fromkeys(line.findall(PAGE))]
+    assert len({*line.findall(output)}) == 1 + len(PASSES)
+
+
+def paste(folder: Path) -> list[dict[str, float]]:
+    """Run the script of the page for one step, with a tiny model, and return the log."""
+    import datasets
+
+    from tests.hf.trainers import tiny_llama
+
+    tiny_llama().save_pretrained(folder)
+    tokenizer().save_pretrained(folder)
+    script = PAGE.partition("```python\n")[2].partition("```")[0]
+    changed = {
+        "Qwen/Qwen2.5-1.5B-Instruct": str(folder),
+        'GRPOConfig(\n        "out"': f'GRPOConfig(\n        "{folder}", max_steps=1, use_cpu=True, logging_steps=1',
+        "max_completion_length=256": "max_completion_length=6",
+        "use_maximum_batch_size=True": 'use_maximum_batch_size=True, memory_limit="256MiB"',
+    }
+    for before, after in changed.items():
+        assert before in script
+        script = script.replace(before, after)
+    names: dict[str, Any] = {}
+    with mock.patch.object(datasets, "load_dataset", return_value=texts(["prompt"])):
+        exec(script, names)
+    return names["trainer"].state.log_history  # type: ignore[no-any-return]
+
+
+def test_script_of_the_page_trains(tmp_path: Path) -> None:
+    ((log, *_),) = run_on_ranks(1, paste, tmp_path, in_group=False, timeout_s=60)
+    assert log["microbatch_rows"] == 64

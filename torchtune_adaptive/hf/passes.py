@@ -167,7 +167,7 @@ class GenerationPasses:
             if state := callbacks.get(STATE, {}).get(stage):
                 runner.load_state_dict(state)
         try:
-            with torch.inference_mode(False), torch.no_grad():
+            with torch.inference_mode(False):
                 runner.run(range(len(work.inputs["input_ids"])), step=self._trainer.state.global_step + 1)
             callbacks[STATE] = {name: each.state_dict() for name, each in self._runners.items()}
             return [*self._results]
@@ -176,7 +176,8 @@ class GenerationPasses:
             del self._pass
 
     def _run_rows(self, rows: Sequence[int]) -> Totals:
-        result = self._pass.of_rows(rows)
+        with torch.no_grad():
+            result = self._pass.of_rows(rows)
         if rows[0] != FILLER:
             self._results.append(result)
         return Totals(torch.zeros(()), 0)
