@@ -206,7 +206,8 @@ def test_only_one_module_uses_private_names_of_fsdp2() -> None:
 
 def test_keys_of_a_pair_are_defined_in_one_place() -> None:
     keys = [key for sequence in PAIR.sequences for key in (sequence.tokens, sequence.labels)]
-    written = {path for path in [*FILES, *RECIPES] if any(f'"{key}"' in path.read_text() for key in keys)}
+    of_torchtune = [path for path in [*FILES, *RECIPES] if path.parent.name != "hf"]  # TRL has keys of the same names
+    written = {path for path in of_torchtune if any(f'"{key}"' in path.read_text() for key in keys)}
     assert written == {MODULES["tune.samples"]}
 
 
