@@ -51,11 +51,12 @@ demo-ppo: $(READY)
 	rm -rf runs/demo/ppo
 	$(BIN)/tune run --nproc_per_node 2 adaptive_ppo_full_finetune_distributed --config adaptive/demo/ppo
 
-# transformers' Trainer and, if installed, TRL's SFTTrainer: two ranks with too little memory for their batches
+# transformers' Trainer and, if installed, TRL's SFTTrainer and GRPOTrainer: two ranks with too little memory for their batches
 demo-hf: $(READY)
 	$(BIN)/torchrun --nproc_per_node 2 examples/transformers_trainer.py --memory_limit 5MiB
 	if $(BIN)/python -c 'import trl' 2>/dev/null; then \
-		$(BIN)/torchrun --nproc_per_node 2 examples/sft_trl.py --memory_limit 24MiB; fi
+		$(BIN)/torchrun --nproc_per_node 2 examples/sft_trl.py --memory_limit 24MiB; \
+		$(BIN)/torchrun --nproc_per_node 2 examples/grpo_trl.py --memory_limit 22MiB; fi
 
 # rehearses Llama 3.1 8B on eight GPUs of 80 GB, without a GPU: 1 row fits, 2 do not
 demo-rehearse: $(READY)

@@ -5,9 +5,12 @@ from __future__ import annotations
 import io
 import os
 import re
+import subprocess
+import sys
 import tempfile
 from contextlib import ExitStack, redirect_stdout
 from functools import partial
+from itertools import chain, repeat
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
@@ -21,9 +24,12 @@ from tests.captured_logs import captured_log
 from tests.fault_injection import FaultInjector
 from tests.hf.test_trainers import RANKS, even_words, of_metrics, texts, tiny_reward_model, tokenizer
 from tests.ranks import run_on_ranks
+from torchtune_adaptive.engine.memory import MemoryMeter
 from torchtune_adaptive.hf import AdaptiveArguments, AdaptiveMixin, passes
 
 pytestmark = pytest.mark.timeout(900)
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs/huggingface.md").read_text().partition("\n## GRPO and RLOO\n")[2].partition("\n## ")[0]
 PASSES = ["generation", "log-probabilities", "reference log-probabilities", "reward model 1"]
 GENERATING: dict[str, Any] = {
     "num_generations": 4,
@@ -52,6 +58,12 @@ def with_different_prompts(trainer: type) -> Any:
     """Return a trainer whose greedy answers differ within a group, because each of them has another prompt."""
 
     class Different(trainer):  # type: ignore[misc, valid-type]
+        evaluations: list[Any] = []  # noqa: RUF012
+
+        def evaluate(self, *args: Any, **kwargs: Any) -> Any:
+            self.evaluations.append(super().evaluate(*args, **kwargs))
+            return self.evaluations[-1]
+
         def _generate(self, prompts: list[str]) -> Any:
             return super()._generate([f"{prompt}w{7 * row % 31} " for row, prompt in enumerate(prompts)])
 
@@ -105,10 +117,11 @@ def options(folder: Path, trainer: str, steps: int, **config_options: Any) -> di
     settings = {"gradient_accumulation_steps": 2, "gradient_checkpointing": False, "bf16": False}
     return {
         "model": str(folder / "model"),
-        "arguments": arguments(folder, config, max_steps=steps, **settings, **GENERATING, **config_options),
+        "arguments": arguments(folder, config, max_steps=steps, **settings, **{**GENERATING, **config_options}),
         "data_collator": None,
         "processing_class": words,
         "train_dataset": texts(["prompt"]),
+        "eval_dataset": texts(["prompt"]).select(range(12)),
         "reward_funcs": [tiny_reward_model(), even_words],
         "reward_processing_classes": [words, None],
     }
@@ -165,73 +178,149 @@ def test_each_pass_recovers_and_trains_like_stock(trainer: str, placement: str, 
     assert max(each.metrics for each in outcomes) < 1e-4, outcomes
 
 
-def changed(way: str, placement: str) -> tuple[float, float, dict[str, float], str]:
+def changed(
+    way: str, trainer: str, placement: str, **config_options: Any
+) -> tuple[float, float, dict[str, float], str]:
     """Collective: compare three steps with stock; return differences, the last log entry and what rank 0 printed."""
     from tests.hf.trainers import difference, failing_in_forward, train
 
-    base = base_of("RLOOTrainer", placement)
+    base = base_of(trainer, placement)
     adaptive, kind = {
+        "healthy": (AdaptiveArguments(), base),
         "searched": (AdaptiveArguments(use_maximum_batch_size=True, memory_limit="32MiB"), base),
         "tokens": (AdaptiveArguments(token_budget=96), base),
         "failed in the first generation": (AdaptiveArguments(), failing_in_forward(base, 3)),
         "failed in the first scores": (AdaptiveArguments(), failing_in_forward(base, 7)),
+        "failed in an evaluation": (AdaptiveArguments(), failing_in_forward(base, 3, evaluating=True)),
     }[way]
     with tempfile.TemporaryDirectory() as name:
         folder, printed = Path(name), io.StringIO()
-        stock = train(folder, base=base, **options(folder, "RLOOTrainer", 3))
+        stock = train(folder, base=base, **options(folder, trainer, 3, **config_options))
         with redirect_stdout(printed):
-            ours = train(folder, adaptive, base=kind, **options(folder, "RLOOTrainer", 3))
-    differences = difference(ours, stock, least=1.0), of_metrics(ours.log[:1], stock.log[:1])
-    return *differences, ours.log[-1], printed.getvalue()
+            ours = train(folder, adaptive, base=kind, **options(folder, trainer, 3, **config_options))
+    metrics = of_metrics(ours.log[:1], stock.log[:1])
+    half = len(base.evaluations) // 2
+    for expected, evaluated in zip(base.evaluations[:half], base.evaluations[half:], strict=True):
+        metrics = max(metrics, *(abs(evaluated[name] - expected[name]) for name in ("eval_loss", "eval_reward")))
+    return difference(ours, stock, least=1.0), metrics, ours.log[-1], printed.getvalue()
 
 
-@pytest.mark.parametrize("placement", ["one process", "FSDP2"])
-def test_search_measures_each_pass_at_the_longest_prompt_and_answer(placement: str) -> None:
+@pytest.mark.parametrize(("trainer", "placement"), [("GRPOTrainer", "DDP"), ("RLOOTrainer", "FSDP2")])
+def test_search_measures_each_pass_at_the_longest_prompt_and_answer(trainer: str, placement: str) -> None:
+    function = partial(changed, num_iterations=2)  # with one iteration, GRPO needs no earlier log-probabilities
     (difference, metrics, log, printed), *_ = run_on_ranks(
-        RANKS[placement], changed, "searched", placement, in_group=False, timeout_s=150
+        RANKS[placement], function, "searched", trainer, placement, in_group=False, timeout_s=150
     )
     longest = max(len(each["prompt"].split()) + 1 for each in texts(["prompt"]))  # `with_different_prompts` adds a word
     longest += GENERATING["max_completion_length"]
     tables = [line for line in printed.splitlines() if line.startswith("batch search")]
     assert [re.match("batch search(?: · (.*))? · linear", line)[1] for line in tables] == [None, *PASSES]  # type: ignore[index]
     assert all(f" · {longest} tokens · " in line for line in tables), tables
+    peaks = [re.findall(r"^  [12] +([\d.]+) MiB", table, re.MULTILINE) for table in printed.split("batch search")]
+    assert peaks[3] == peaks[4] != [], "the policy, without gradients, needs as much as the reference model"
     assert log["microbatch_rows"] in (4, 8)
     assert max(difference, metrics) < 1e-5
 
 
 def without_room_for_all_parameters() -> tuple[float, dict[str, float], list[str]]:
-    """Collective: train while rank 1 has no room to gather all parameters at once."""
+    """Collective: train while rank 1 has no room to gather all parameters at once, and the budget of all ranks falls
+    after its first reading."""
     from tests.hf.trainers import difference, train
 
-    base = base_of("RLOOTrainer", "FSDP2")
+    base, budgets = base_of("RLOOTrainer", "FSDP2"), chain([2**26], repeat(2**25))
     sizes = mock.patch.object(passes, "gathered_bytes", return_value=[2**50 if os.environ["RANK"] == "1" else 1])
+    falling = mock.patch.object(MemoryMeter, "budget_bytes", property(lambda _: next(budgets)))
     with tempfile.TemporaryDirectory() as name, captured_log("torchtune_adaptive") as lines:
         folder, limited = Path(name), AdaptiveArguments(memory_limit="64MiB")
         stock = train(folder, base=base, **options(folder, "RLOOTrainer", 3))
-        with sizes:
+        with sizes, falling:
             ours = train(folder, limited, base=base, **options(folder, "RLOOTrainer", 3))
-    return difference(ours, stock, least=1.0), ours.log[-1], [line for line in lines if "each token gathers" in line]
+    return difference(ours, stock, least=1.0), ours.log[-1], lines
 
 
 def test_generation_gathers_for_each_token_if_all_parameters_do_not_fit_on_a_rank() -> None:
     outcomes = run_on_ranks(2, without_room_for_all_parameters, in_group=False, timeout_s=100)
-    for difference, log, _ in outcomes:
+    for difference, log, lines in outcomes:
         assert difference < 1e-5
         assert "oom_recoveries/log-probabilities" in log
         assert "oom_recoveries/generation" not in log
-    assert [len(warned) for _, _, warned in outcomes] == [1, 0]
+        assert sum("the budget falls from 64.0 MiB to 32.0 MiB" in line for line in lines) == 1
+    assert [sum("each token gathers" in line for line in lines) for _, _, lines in outcomes] == [1, 0]
 
 
 @pytest.mark.parametrize("placement", ["DDP", "FSDP2"])
 def test_token_budget_trains_like_stock(placement: str) -> None:
-    for difference, _, log, _ in run_on_ranks(2, changed, "tokens", placement, in_group=False, timeout_s=100):
+    for difference, _, log, _ in run_on_ranks(
+        2, changed, "tokens", "RLOOTrainer", placement, in_group=False, timeout_s=100
+    ):
         assert difference < 1e-5
         assert log["microbatch_tokens"] == 96
 
 
 @pytest.mark.parametrize("way", ["failed in the first generation", "failed in the first scores"])
 def test_first_pass_recovers_although_no_earlier_one_has_shown_its_collectives(way: str) -> None:
-    for difference, _, log, _ in run_on_ranks(2, changed, way, "FSDP2", in_group=False, timeout_s=100):
+    for difference, _, log, _ in run_on_ranks(2, changed, way, "RLOOTrainer", "FSDP2", in_group=False, timeout_s=100):
         assert difference < 1e-5
         failed = {name for name in PASSES if log[f"oom_recoveries/{name}"]}
         assert failed == {"generation" if "generation" in way else "log-probabilities"}
+
+
+@pytest.mark.parametrize("placement", ["DDP", "FSDP2"])
+def test_generation_in_an_evaluation_recovers(placement: str) -> None:
+    function = partial(changed, eval_strategy="steps", eval_steps=2)
+    way, trainer = "failed in an evaluation", "GRPOTrainer"
+    for difference, metrics, log, _ in run_on_ranks(
+        2, function, way, trainer, placement, in_group=False, timeout_s=100
+    ):
+        assert max(difference, metrics) < 1e-5
+        assert log["oom_recoveries/generation in evaluation"] == 1
+
+
+def sampled() -> list[float]:
+    ways = "healthy", "failed in the first scores", "failed in the first generation"
+    return [changed(way, "GRPOTrainer", "one process", top_k=0, num_iterations=2)[0] for way in ways]
+
+
+def test_sampled_answers_are_those_of_stock_unless_generation_itself_is_repeated() -> None:
+    ((healthy, scores, generation),) = run_on_ranks(1, sampled, in_group=False, timeout_s=100)
+    assert healthy == 0.0
+    assert scores < 1e-5
+    assert generation > 1e-3
+
+
+def test_example_of_the_page_recovers_in_each_pass() -> None:
+    command = PAGE.partition("$ torchrun ")[2].splitlines()[0].split()
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", *command]
+    output = subprocess.check_output(command, cwd=ROOT, stderr=subprocess.STDOUT, text=True, timeout=300)
+    line = re.compile(r"^ *step 1((?:, [\w -]+)?): out of memory", re.MULTILINE)
+    assert [*dict.fromkeys(line.findall(output))] == [*dict.fromkeys(line.findall(PAGE))]
+    assert len({*line.findall(output)}) == 1 + len(PASSES)
+
+
+def paste(folder: Path) -> list[dict[str, float]]:
+    """Run the script of the page for one step, with a tiny model, and return the log."""
+    import datasets
+
+    from tests.hf.trainers import tiny_llama
+
+    tiny_llama().save_pretrained(folder)
+    tokenizer().save_pretrained(folder)
+    script = PAGE.partition("```python\n")[2].partition("```")[0]
+    changed = {
+        "Qwen/Qwen2.5-1.5B-Instruct": str(folder),
+        'GRPOConfig(\n        "out"': f'GRPOConfig(\n        "{folder}", max_steps=1, use_cpu=True, logging_steps=1',
+        "max_completion_length=256": "max_completion_length=6",
+        "use_maximum_batch_size=True": 'use_maximum_batch_size=True, memory_limit="256MiB"',
+    }
+    for before, after in changed.items():
+        assert before in script
+        script = script.replace(before, after)
+    names: dict[str, Any] = {}
+    with mock.patch.object(datasets, "load_dataset", return_value=texts(["prompt"])):
+        exec(script, names)
+    return names["trainer"].state.log_history  # type: ignore[no-any-return]
+
+
+def test_script_of_the_page_trains(tmp_path: Path) -> None:
+    ((log, *_),) = run_on_ranks(1, paste, tmp_path, in_group=False, timeout_s=60)
+    assert log["microbatch_rows"] == 64

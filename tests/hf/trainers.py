@@ -112,16 +112,18 @@ class Faulty(AdaptiveMixin):
             return super().training_step(model, *args, **kwargs)
 
 
-def failing_in_forward(base: type, number: int) -> type:
-    """Return a subclass of a Trainer that runs out of memory in this forward pass of the process, on the last rank."""
+def failing_in_forward(base: type, number: int, *, evaluating: bool = False) -> type:
+    """Return a subclass of a Trainer that runs out of memory in this forward pass of the process, or of its
+    evaluations, on the last rank."""
 
     class Fails(base):  # type: ignore[misc, valid-type]
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
             passes = count(1)
 
-            def fail(*_: object) -> None:
-                if next(passes) == number and self.args.process_index == self.args.world_size - 1:
+            def fail(model: nn.Module, _: object) -> None:
+                counted = not (evaluating and model.training)
+                if counted and next(passes) == number and self.args.process_index == self.args.world_size - 1:
                     raise torch.OutOfMemoryError("injected")
 
             self.model.register_forward_pre_hook(fail)

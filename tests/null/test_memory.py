@@ -3,12 +3,14 @@
 import ctypes
 import os
 import resource
+from unittest import mock
 
 import pytest
 import torch
 
 from tests.null.processes import OnNull
 from tests.ranks import RankFailed
+from torchtune_adaptive.engine.memory import FRAGMENTATION, CudaMemory
 from torchtune_adaptive.null_cuda import set_memory, used_memory
 
 MIB, GIB = 2**20, 2**30
@@ -184,3 +186,20 @@ def test_copies_are_exact_and_other_memory_reads_as_zero(on_null: OnNull) -> Non
 
 def test_card_memory_uses_no_host_memory(on_null: OnNull) -> None:
     assert on_null(resident) < 64 * MIB
+
+
+def beside_an_engine() -> list[int]:
+    """Return the budget before another process takes 30 GiB, while it holds them, and after it has released 20."""
+    memory, (free, total) = CudaMemory(), torch.cuda.mem_get_info()
+    held, budgets = take(4 * GIB), []
+    for others in (0, 30 * GIB, 10 * GIB):
+        with mock.patch("torch.cuda.mem_get_info", return_value=(free - torch.cuda.memory_reserved() - others, total)):
+            budgets.append(memory.budget_bytes)
+    assert held.numel() == 4 * GIB
+    return budgets
+
+
+def test_budget_counts_the_most_memory_that_another_process_has_held(on_null: OnNull) -> None:
+    before, most, after = on_null(beside_an_engine)
+    assert before == int(80 * GIB * (1 - FRAGMENTATION))
+    assert most == after == int(50 * GIB * (1 - FRAGMENTATION))

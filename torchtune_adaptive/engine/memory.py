@@ -41,7 +41,7 @@ class MemorySource(Protocol):
 
     @property
     def budget_bytes(self) -> int:
-        """The highest acceptable `peak_bytes`. It depends on the memory that other processes use now."""
+        """The highest acceptable `peak_bytes`. It depends on the memory that other processes use."""
 
     @property
     def retries(self) -> int:
@@ -61,10 +61,12 @@ class MemorySource(Protocol):
 
 class CudaMemory:
     """Memory of a GPU, by default the current one, as CUDA's allocator reports it. The budget is the memory that this
-    process can obtain, without the memory of other processes. If there is a `limit`, the allocator enforces it."""
+    process can obtain, without the memory of other processes. If these hold more at some readings than at others (an
+    inference engine that sleeps, for example), the highest counts. If there is a `limit`, the allocator enforces it."""
 
     def __init__(self, limit: MemorySize | None = None, device: torch.device | None = None) -> None:
         self._device = device
+        self._most_elsewhere: int | None = None
         if limit is not None:
             total_bytes = torch.cuda.mem_get_info(device)[1]
             fraction = limit.bytes_of(total_bytes) / total_bytes
@@ -89,7 +91,9 @@ class CudaMemory:
     def _obtainable_bytes(self) -> float:
         free_bytes, total_bytes = torch.cuda.mem_get_info(self._device)
         allowed_bytes = total_bytes * torch.cuda.get_per_process_memory_fraction(self._device)
-        return min(free_bytes + torch.cuda.memory_reserved(self._device), allowed_bytes)
+        elsewhere = total_bytes - free_bytes - torch.cuda.memory_reserved(self._device)
+        self._most_elsewhere = elsewhere if self._most_elsewhere is None else max(self._most_elsewhere, elsewhere)
+        return min(total_bytes - self._most_elsewhere, allowed_bytes)
 
     @property
     def retries(self) -> int:

@@ -28,6 +28,7 @@ from torchtune_adaptive.engine.results import Totals
 from torchtune_adaptive.engine.snapshot import override_attributes
 from torchtune_adaptive.engine.step import SampleKind, StepRunner
 from torchtune_adaptive.errors import ConfigError, LimitExhaustedError
+from torchtune_adaptive.formatting import format_apart
 from torchtune_adaptive.hf.samples import GeneratedRow
 from torchtune_adaptive.hf.steps import Shared, only_fsdp_communicates
 from torchtune_adaptive.rehearsal_flag import REHEARSAL
@@ -39,6 +40,8 @@ STATE = "adaptive_passes"
 """Key of the limits in `trainer_state.json`, under `stateful_callbacks`."""
 TOKENIZED = 256
 """Number of prompts that are tokenized at once, to find the longest."""
+NOTICEABLE = 0.99
+"""Log if the budget falls to this share of the previous one."""
 FILLER = -1
 """In place of the index of a row: a short row."""
 GENERATION, POLICY, REFERENCE = "generation", "log-probabilities", "reference log-probabilities"
@@ -86,6 +89,7 @@ class GenerationPasses:
         self._results: list[Any] = []
         self._generates_gathered = True
         """False if all parameters of an FSDP2 model do not fit into memory at once, with one row."""
+        self._budget_bytes = 0 if shared.memory is None else shared.memory.budget_bytes
 
     @contextmanager
     def recovering(self) -> Iterator[None]:
@@ -157,6 +161,9 @@ class GenerationPasses:
     def _run(self, stage: str, model: nn.Module, most_rows: int, work: Pass) -> list[Any]:
         """Collective: run a pass in pieces of at most `most_rows` rows, and return their results in order."""
         callbacks, self._pass = self._trainer.state.stateful_callbacks, work
+        if not self._trainer.model.training:  # whose batches have another size
+            stage = f"{stage} in evaluation"
+        self._lower_budget()
         if (runner := self._runners.get(stage)) is None:
             self._first[stage] = work
             kind = SampleKind[int](length_of=lambda _: self._pass.inputs["input_ids"].shape[1], filler=lambda _: FILLER)
@@ -167,7 +174,7 @@ class GenerationPasses:
             if state := callbacks.get(STATE, {}).get(stage):
                 runner.load_state_dict(state)
         try:
-            with torch.inference_mode(False), torch.no_grad():
+            with torch.inference_mode(False):
                 runner.run(range(len(work.inputs["input_ids"])), step=self._trainer.state.global_step + 1)
             callbacks[STATE] = {name: each.state_dict() for name, each in self._runners.items()}
             return [*self._results]
@@ -176,10 +183,25 @@ class GenerationPasses:
             del self._pass
 
     def _run_rows(self, rows: Sequence[int]) -> Totals:
-        result = self._pass.of_rows(rows)
+        with torch.no_grad():
+            result = self._pass.of_rows(rows)
         if rows[0] != FILLER:
             self._results.append(result)
         return Totals(torch.zeros(()), 0)
+
+    def _lower_budget(self) -> None:
+        """Log that other processes on the GPU hold more memory than before, and use the smaller budget from now on."""
+        memory, before = self._shared.memory, self._budget_bytes
+        if memory is None or (now := memory.budget_bytes) > before * NOTICEABLE:
+            return
+        self._budget_bytes = now
+        fell = " to ".join(format_apart(before, now))
+        logger.warning(
+            "rank %d: others hold more memory of the GPU than before; the budget falls from %s", rank(), fell
+        )
+        steps = self._trainer._steps
+        for runner in [*self._runners.values(), *([] if steps is None else [steps.runner])]:
+            runner.measure_memory(memory)
 
     def _score(self, score: Callable[..., Any], model: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Collective: TRL's `_get_per_token_logps_and_entropies`, without gradients."""

@@ -24,8 +24,8 @@ SAMPLES_KEY = "adaptive_samples"
 """The key under which the batch of a data loader contains its CollatedBatch."""
 IGNORED = -100
 """Label of a token that does not count in the loss."""
-ANSWERS = ("chosen_ids", "rejected_ids", "completion_ids")
-"""Fields of TRL's samples. Each of them becomes a row, after the `prompt_ids`."""
+ANSWERS = ("chosen_ids", "rejected_ids", "completion_ids", "chosen_input_ids", "rejected_input_ids")
+"""Fields of TRL's samples. Each of them becomes a row, after the `prompt_ids`, if there are any."""
 TARGET_MASKS = ("completion_mask", "assistant_masks")
 TOKENS = {"input_ids", "attention_mask", "labels", "token_type_ids", "position_ids", "seq_lengths", *TARGET_MASKS}
 """Fields of a sample that has no others, except for texts and numbers that do not depend on the tokens."""
@@ -149,10 +149,11 @@ class GeneratedRow(RawSample):
 
     def scored(self, advantage: float, targets: int) -> GeneratedRow:
         """Return a copy with this advantage, in which only the first `targets` tokens count in the loss."""
-        mask, advantages = self.features["completion_mask"].clone(), self.features["advantages"]
-        mask[:, :targets], mask[:, targets:] = 1, 0
-        score = {"completion_mask": mask, "advantages": torch.full_like(advantages, advantage)}
-        return replace(self, features={**self.features, **score})
+        changed = {"completion_mask": self.features["completion_mask"].clone()}
+        changed["completion_mask"][:, :targets], changed["completion_mask"][:, targets:] = 1, 0
+        if "advantages" in self.features:  # not in distillation
+            changed["advantages"] = torch.full_like(self.features["advantages"], advantage)
+        return replace(self, features={**self.features, **changed})
 
 
 @dataclass

@@ -427,7 +427,7 @@ class OptimizerSteps:
         one = shortest[0]
         if isinstance(one, GeneratedRow):  # set scores and lengths, because they may be equal in all rows
             return [one.scored(1.0, targets=1)], one.scored(2.0, targets=one.length)
-        others = sorted(shortest, key=lambda each: (each.label == one.label, each.length == one.length))
+        others = sorted(shortest[1:] or shortest, key=lambda each: (each.label == one.label, each.length == one.length))
         of_classes = {each.label: each for each in reversed(shortest)}
         most = min(max(from_all_ranks(len(of_classes))), MOST_CLASSES)
         candidates = islice(cycle(of_classes.values()), most)

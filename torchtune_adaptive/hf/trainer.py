@@ -190,9 +190,11 @@ class AdaptiveMixin(Base):
             return loop(dataloader, *args, **kwargs)
 
     def prediction_step(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        """Collective: run the prediction_step of the subclass; in evaluation_loop, split the batch if necessary."""
+        """Collective: run the prediction_step of the subclass; in evaluation_loop, split the batch if necessary. If the
+        trainer generates, only the passes before the loss are split."""
         step = super().prediction_step
-        return self._evaluator.predict(model, inputs, lambda inputs: step(model, inputs, *args, **kwargs))
+        with nullcontext() if self._passes is None else self._passes.recovering():
+            return self._evaluator.predict(model, inputs, lambda inputs: step(model, inputs, *args, **kwargs))
 
     def _collect(self, collected: list[CollatedBatch], model: nn.Module, inputs: Any, num_items: Any) -> Tensor:
         """Collect a batch. With the last batch of a step, run the step (which is collective) and return its loss."""
@@ -325,6 +327,9 @@ def _refuse_unsupported(trainer: Trainer) -> None:
         ),
         "a step with answers of several generations; make steps_per_generation a multiple of "
         f"gradient_accumulation_steps ({batches})": (getattr(args, "steps_per_generation", None) or batches) % batches,
+        "KTO's default loss on several ranks, which compares samples of all ranks; set loss_type='apo_zero_unpaired'": (
+            getattr(trainer, "calculate_KL", False) and trainer.accelerator.num_processes > 1
+        ),
         "an entropy bonus, which does not add up over microbatches; set entropy_coef=0": (
             getattr(trainer, "_entropy_bonus_enabled", False)
         ),
