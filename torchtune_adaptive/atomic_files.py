@@ -7,7 +7,8 @@ import json
 import os
 import reprlib
 import uuid
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,16 @@ def replace_file(path: Path, content: bytes) -> None:
             draft.unlink()
         raise
     sync(path.parent)
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Add the path to an OSError that has none, for example of a failed write."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = error.filename or str(path)
+        raise
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
@@ -59,7 +70,8 @@ def sync(path: Path) -> None:
     """Fsync a file, or a directory if its file system supports that. Raises OSError if data may be lost."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(descriptor)
+        with naming(path):
+            os.fsync(descriptor)
     except OSError as error:
         if not path.is_dir() or error.errno not in CANNOT_SYNC_A_FOLDER:
             raise

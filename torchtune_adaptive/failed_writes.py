@@ -48,5 +48,5 @@ def cause_of_failed_write(error: BaseException) -> str | None:
 
 
 def _error_of_a_disk(error: BaseException) -> OSError | None:
-    found = (each for each in (error.__context__, error) if isinstance(each, OSError) and each.errno in OF_DISKS)
-    return next(found, None)
+    found = [each for each in (error.__context__, error) if isinstance(each, OSError) and each.errno in OF_DISKS]
+    return max(found, key=lambda each: bool(each.filename), default=None)

@@ -41,7 +41,7 @@ from torchtune_adaptive.config.components import in_a_line
 from torchtune_adaptive.config.keys import Settings
 from torchtune_adaptive.config.remedies import KEYS
 from torchtune_adaptive.engine.oom import fatal_on_oom, is_oom
-from torchtune_adaptive.engine.ranks import from_all_ranks
+from torchtune_adaptive.engine.ranks import explaining_collectives, from_all_ranks
 from torchtune_adaptive.engine.snapshot import RngState
 from torchtune_adaptive.errors import CheckpointError, NotLearningError, Remedy, RunStopped, UnrecoverableError
 from torchtune_adaptive.failed_writes import cause_of_failed_write, python_opens_files
@@ -134,7 +134,7 @@ class CheckpointManager:
                 f"checkpoint {name} is not saved, because the weights are NaN or infinite; {_last_good()}: start a new "
                 f"run{' from there' * bool(self.last)}, with a lower optimizer.lr or a clip_grad_norm"
             )
-        with fatal_on_oom(partial(out_of_memory_in, name)):
+        with fatal_on_oom(partial(out_of_memory_in, name)), explaining_collectives(f"gathering checkpoint {name}"):
             optimizer_state = gather_optimizer_state(model, optimizer, self._device)
             weights = gather_weights(self._contents.sharded(model), self._device)
         state = {**progress.recipe_state(), training.DATALOADER_KEY: dict(loader_state)}

@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol, get_origin, get_type_hints
 
-from torchtune_adaptive.atomic_files import DRAFTS, read_json, sync
+from torchtune_adaptive.atomic_files import DRAFTS, naming, read_json, sync
 from torchtune_adaptive.formatting import count_of, printable
 from torchtune_adaptive.rehearsal_flag import REHEARSAL
 
@@ -252,7 +252,8 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
     """Write the manifest of a checkpoint."""
     values = {"version": VERSION, **asdict(manifest)}
     text = json.dumps({**values, OWN_CHECKSUM: _checksum(values)}, indent=1)
-    (folder / MANIFEST_FILE).write_text(text, encoding="utf-8")
+    with naming(folder / MANIFEST_FILE):
+        (folder / MANIFEST_FILE).write_text(text, encoding="utf-8")
 
 
 def read_manifest(folder: Path) -> Manifest | str:

@@ -73,6 +73,18 @@ def comes_from_a_collective(error: Exception) -> bool:
     return isinstance(error, dist.DistBackendError) or re.search(r"/gloo/|\bNCCL \w+ failed: ", str(error)) is not None
 
 
+@contextmanager
+def explaining_collectives(what: str) -> Iterator[None]:
+    """As `explaining_failures`, for code in which other errors can occur, too. These are raised unchanged."""
+    try:
+        yield
+    except Exception as error:
+        if comes_from_a_collective(error):
+            with explaining_failures(what):
+                raise
+        raise
+
+
 def _explanation(what: str, error: Exception) -> CollectiveFailedError:
     failed = f"{what} failed on rank {rank()} ({error})"
     if is_oom(error):

@@ -42,9 +42,8 @@ from torchtune_adaptive.engine.plans import Plan, load_of, plan_step, size_of, s
 from torchtune_adaptive.engine.ranks import (
     Agreement,
     EqualSteps,
-    comes_from_a_collective,
     compare_replicas,
-    explaining_failures,
+    explaining_collectives,
     let_gloo_threads_finish,
     rank,
     use_communicators,
@@ -465,10 +464,8 @@ class StepRunner(Generic[Sample]):
             return added if totals is None else totals.plus(added)
         except Exception as error:
             if not (self.recovery.enabled and is_oom(error)):
-                if comes_from_a_collective(error):  # not FSDP's own, whose errors are explained already
-                    with explaining_failures("a collective of the model"):
-                        raise
-                raise
+                with explaining_collectives("a collective of the model"):  # FSDP's own are explained already
+                    raise
             self._requested_bytes = requested_bytes(error)
             clear_frames(error)
         # outside of `except`, because the traceback in it keeps the activations of the failed pass alive

@@ -6,6 +6,7 @@ The lock ensures that only one run uses an output directory.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import logging
@@ -202,5 +203,7 @@ def unwritable(directory: Path, error: OSError) -> ConfigError:
     """Return the error for a directory that this run cannot write to."""
     exists = isinstance(error, IsADirectoryError | FileExistsError)
     remedy = "remove it" if exists else "set output_dir to a folder that this user may write"
+    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
+        remedy = "free space on this disk or repair it, or set output_dir to another one"
     cause = f"{error.filename or directory}: {error.strerror}"
     return ConfigError(f"cannot write to output_dir {str(directory)!r}: {cause}; {remedy}")

@@ -128,3 +128,26 @@ def test_a_save_may_take_longer_than_a_collective_while_rank_0_makes_progress(tm
     assert (messages[0] is None) == (name == "slow")
     assert all(text in (messages[0] or "") for text in SLOW[name].text)
     assert name == "stuck" or "step_6" in complete[0]
+
+
+LOST = "[/src/gloo/gloo/transport/tcp/pair.cc:545] Read error [127.0.0.1]:1: Connection reset by peer. GLHF!"
+
+
+def gathering_with_a_lost_peer(folder: Path) -> str:
+    """Collective: return the error of a run in which gloo reports a lost peer while a checkpoint is gathered."""
+    recipe = load_ours("full")(demo_config("full", folder, *RUN))
+    recipe.setup()
+    with mock.patch.object(manager, "gather_weights", side_effect=RuntimeError(LOST)):
+        try:
+            recipe.train()
+        except AdaptiveError as error:
+            distributed.leave()
+            return str(error)
+    raise AssertionError("the save has not failed")
+
+
+def test_lost_peer_is_explained_also_while_a_checkpoint_is_gathered(tmp_path: Path) -> None:
+    [message] = run_on_ranks(1, gathering_with_a_lost_peer, tmp_path / "run", timeout_s=90, in_group=False)
+    assert message.startswith(
+        "another rank has exited or the network has failed (gathering checkpoint step_2 failed on"
+    )

@@ -7,8 +7,10 @@ from unittest import mock
 import pytest
 import torch
 
+from torchtune_adaptive.atomic_files import sync
 from torchtune_adaptive.checkpoints import loading, manager
 from torchtune_adaptive.checkpoints.manager import describe_failure
+from torchtune_adaptive.checkpoints.store import MANIFEST_FILE, Manifest, Position, write_manifest
 from torchtune_adaptive.config.remedies import KEYS
 from torchtune_adaptive.errors import CheckpointError
 from torchtune_adaptive.failed_writes import python_opens_files
@@ -19,6 +21,21 @@ def test_operating_systems_reason_is_shown_with_its_file(tmp_path: Path) -> None
     assert describe_failure(full, tmp_path).startswith("No space left on device (")
     gone = FileNotFoundError(errno.ENOENT, "No such file or directory", "weights/tokenizer.json")
     assert describe_failure(gone, tmp_path).startswith("No such file or directory: weights/tokenizer.json (")
+
+
+def test_failed_sync_and_manifest_name_their_files(tmp_path: Path) -> None:
+    failed = OSError(errno.EIO, "Input/output error")
+    with mock.patch("os.fsync", side_effect=failed), pytest.raises(OSError, match="Input/output") as of_sync:
+        sync(tmp_path)
+    assert describe_failure(of_sync.value, tmp_path).startswith(f"Input/output error: {tmp_path} (")
+    (tmp_path / MANIFEST_FILE).symlink_to("/dev/full")
+    position = Position(epochs=1, steps_in_epoch=0, step=1)
+    manifest = Manifest(serial=0, position=position, finished=False, ranks=1, identity={}, saved_at="", files={})
+    with pytest.raises(OSError, match="No space") as of_manifest:
+        write_manifest(tmp_path, manifest)
+    assert describe_failure(of_manifest.value, tmp_path).startswith(
+        f"No space left on device: {tmp_path / MANIFEST_FILE} ("
+    )
 
 
 @pytest.mark.parametrize("numbers", [10, 10**6], ids=["at the end of the file", "before the end"])
