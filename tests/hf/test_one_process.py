@@ -203,8 +203,9 @@ def test_resume_without_a_complete_checkpoint_is_an_error_or_starts_from_the_beg
 def test_save_on_a_full_disk_ends_with_the_reason(tmp_path: Path, name: str) -> None:
     (tmp_path / "checkpoint-2").mkdir()
     (tmp_path / "checkpoint-2" / name).symlink_to("/dev/full")
-    with pytest.raises(CheckpointError, match=r"checkpoint-2 could not be saved to .*No space left on device"):
+    with pytest.raises(CheckpointError, match=r"checkpoint-2 could not be saved to .*No space left on device") as ended:
         train(tmp_path, AS_IT_IS, arguments=arguments(tmp_path, save_strategy="steps", save_steps=2))
+    assert ended.value.__suppress_context__, "one traceback"
 
 
 def test_checkpoint_is_incomplete_while_it_is_overwritten(tmp_path: Path) -> None:

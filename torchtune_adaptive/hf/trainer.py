@@ -273,7 +273,7 @@ class AdaptiveMixin(Base):
             raise CheckpointError(
                 f"checkpoint-{self.state.global_step} could not be saved to {self.args.output_dir}: {cause}; once "
                 "that is fixed, resume from the previous checkpoint, if there is one"
-            ) from error
+            ) from None  # the traceback of torch.save does not help
 
     def _save_rng_state(self, output_dir: str) -> None:
         """Collective: see Trainer. Wait for all ranks, because rank 0 then writes the file that marks completeness."""
