@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -23,14 +24,14 @@ def library() -> None:
     skip_without_null_device()
 
 
-def rehearsed(folder: Path, script: str, *options: str) -> str:
-    """Rehearse a script that fits; return its standard error."""
+def rehearsed(folder: Path, script: str, *options: str) -> dict[str, Any]:
+    """Rehearse a script that fits; return the answer, and its standard error."""
     (folder / "train.py").write_text(STEP + script)
     words = ("tune-adaptive", "rehearse", "--steps", "0", "--format", "json", *options)
     ended = run_program(folder, *words, "--", "train.py")
     answer = json.loads(ended.stdout)
     assert (answer["fits"], answer["guesses"]) == (True, []), ended.stderr
-    return ended.stderr
+    return {**answer, "errors": ended.stderr}
 
 
 ON_ONE_CARD = """
@@ -77,7 +78,7 @@ def test_kernels_masks_graphs_and_autotuning_run_on_a_card_between_compiled_capa
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
-    assert "AUTOTUNE" not in rehearsed(tmp_path, ON_ONE_CARD, "--gpu", "4090")
+    assert "AUTOTUNE" not in rehearsed(tmp_path, ON_ONE_CARD, "--gpu", "4090")["errors"]
 
 
 SPAWNED = """
@@ -89,6 +90,33 @@ def main(rank, ranks):
 if __name__ == "__main__":
     torch.multiprocessing.spawn(main, args=(torch.cuda.device_count(),), nprocs=torch.cuda.device_count())
 """
+
+
+COMPILED = """
+class Output(dict): pass
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = torch.nn.Linear(1024, 4095), torch.nn.Linear(4095, 1)
+    def forward(self, x):
+        hidden = torch.nn.functional.gelu(self.first(x))
+        return Output(hidden=hidden, loss=self.second(hidden).sum())
+model = torch.compile(Model().cuda())
+optimizer = torch.optim.AdamW(model.parameters())
+for _ in range(3):
+    model(torch.zeros(8192, 1024, device="cuda"))["loss"].backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+def test_compiled_script_has_the_same_peaks_when_it_is_rehearsed_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
+    first, second = (rehearsed(tmp_path, COMPILED)["steps"] for _ in range(2))
+    assert first == second
+    assert len(first) == 3
 
 
 def test_rank_that_the_script_would_spawn_runs_in_its_own_process(tmp_path: Path) -> None:
@@ -147,6 +175,5 @@ def save_config(folder: Path) -> None:
 def test_model_without_local_weights_is_built_from_its_config(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     save_config(tmp_path)
-    assert "this machine has no weights of org/llama; the model is built from its config" in rehearsed(
-        tmp_path, BY_NAME
-    )
+    note = "this machine has no weights of org/llama; the model is built from its config"
+    assert note in rehearsed(tmp_path, BY_NAME)["errors"]

@@ -82,8 +82,8 @@ def check_command(command: Sequence[str]) -> None:
 
 CONTEXT_BYTES, CONTEXT_AND_NCCL_BYTES = 2**30, 3 * 2**30
 """Memory of a GPU that tensors cannot use: the CUDA context and libraries and, with several ranks, NCCL's buffers."""
-QUIET = {"TORCH_CPP_LOG_LEVEL": "ERROR"}
-"""Hides warnings of torch's execution trace."""
+DEFAULTS = {"TORCH_CPP_LOG_LEVEL": "ERROR", "TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1"}
+"""Hide warnings of torch's execution trace. Compile in each run, because peaks depend on Inductor's cache."""
 INTERRUPT_S = 10
 """A script that is interrupted but does not end is killed after this time."""
 _ERROR_LINE = re.compile("error|exception|fail|abort|cannot|invalid|refuse", re.IGNORECASE)
@@ -168,7 +168,7 @@ def rehearse_once(
     likely = settings.ranks or likely_ranks(command, settings.rank)
     memory = settings.memory_of_rank(likely)
     device = environment(memory=memory["usable_bytes"], devices=settings.devices_of(likely), capability=gpu.capability)
-    environ = script_environment({**QUIET, **os.environ, **device})
+    environ = script_environment({**DEFAULTS, **os.environ, **device})
     with tempfile.TemporaryDirectory() as folder:
         ending = execute(folder, settings, command, environ, output)
         found = RehearsalResult.read_ranks(Path(folder), **memory, gpu=gpu, **ending)
