@@ -216,8 +216,9 @@ def test_search_measures_each_pass_at_the_longest_prompt_and_answer(trainer: str
     tables = [line for line in printed.splitlines() if line.startswith("batch search")]
     assert [re.match("batch search(?: · (.*))? · linear", line)[1] for line in tables] == [None, *PASSES]  # type: ignore[index]
     assert all(f" · {longest} tokens · " in line for line in tables), tables
-    peaks = [re.findall(r"^  [12] +([\d.]+) MiB", table, re.MULTILINE) for table in printed.split("batch search")]
-    assert peaks[3] == peaks[4] != [], "the policy, without gradients, needs as much as the reference model"
+    peaks = [re.findall(r"^  2 +([\d.]+) MiB", table, re.MULTILINE) for table in printed.split("batch search")]
+    [policy], [reference] = peaks[3:5]
+    assert float(policy) <= float(reference), "the policy runs without gradients, as the reference model does"
     assert log["microbatch_rows"] in (4, 8)
     assert max(difference, metrics) < 1e-5
 
