@@ -43,11 +43,6 @@ class Recipe:
     own_keys: str = ""
     """Dotted path of the keys that only this recipe has."""
 
-    @property
-    def trains_on_rollouts(self) -> bool:
-        """Return True for PPO."""
-        return self.saved_as.endswith("_ppo")
-
     def read(self, cfg: DictConfig) -> tuple[Settings, Any]:
         """Return the common and the specific settings; raise ConfigError if they are invalid."""
         settings = pkgutil.resolve_name(self.reader)(cfg)

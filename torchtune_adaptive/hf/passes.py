@@ -190,14 +190,16 @@ class GenerationPasses:
         return Totals(torch.zeros(()), 0)
 
     def _lower_budget(self) -> None:
-        """Log that other processes on the GPU hold more memory than before, and use the smaller budget from now on."""
+        """If other processes or CUDA's libraries hold more memory than before, log it, and lower the budget."""
         memory, before = self._shared.memory, self._budget_bytes
         if memory is None or (now := memory.budget_bytes) > before * NOTICEABLE:
             return
         self._budget_bytes = now
         fell = " to ".join(format_apart(before, now))
         logger.warning(
-            "rank %d: others hold more memory of the GPU than before; the budget falls from %s", rank(), fell
+            "rank %d: other processes or CUDA's libraries hold more memory than before; the budget falls from %s",
+            rank(),
+            fell,
         )
         steps = self._trainer._steps
         for runner in [*self._runners.values(), *([] if steps is None else [steps.runner])]:
