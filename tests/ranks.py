@@ -16,6 +16,7 @@ from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 # Forked from a server that has already imported torch and torchtune: a rank starts in a fraction of a second.
@@ -36,6 +37,10 @@ class RankFailed(AssertionError):
     """A rank raised an exception or died."""
 
 
+class RankCrashed(RankFailed):
+    """A signal ended a rank. `make test` repeats such a test once: see "Unexplained" in docs/open.md."""
+
+
 class RanksHung(AssertionError):
     """A rank was still running at the timeout."""
 
@@ -51,18 +56,25 @@ def run_on_ranks(
     ports = free_ports(1 if in_group else _MOST_GROUPS)
     processes: list[BaseProcess] = []
     results: dict[int, Connection] = {}
-    for rank in range(world_size):
-        receiver, sender = _CONTEXT.Pipe(duplex=False)
-        process = started(_rank_main, rank, world_size, ports, timeout_s, in_group, function, args, sender)
-        sender.close()
-        processes.append(process)
-        results[rank] = receiver
-    try:
-        return _collect(results, processes, timeout_s)
-    finally:
-        for process in processes:
-            process.kill()
-            process.join()
+    with TemporaryDirectory() as folder:
+        for rank in range(world_size):
+            receiver, sender = _CONTEXT.Pipe(duplex=False)
+            stack = _stack_file(folder, rank)
+            process = started(_rank_main, rank, world_size, ports, timeout_s, in_group, stack, function, args, sender)
+            sender.close()
+            processes.append(process)
+            results[rank] = receiver
+        try:
+            return _collect(results, processes, timeout_s, folder)
+        finally:
+            for process in processes:
+                process.kill()
+                process.join()
+
+
+def _stack_file(folder: str, rank: int) -> Path:
+    """Return the file into which a rank writes the stack of its threads if a signal ends it."""
+    return Path(folder, f"rank {rank}")
 
 
 def started(main: Callable[..., None], *args: Any) -> BaseProcess:
@@ -86,7 +98,7 @@ def patience() -> float:
     return min(MOST_PATIENCE, max(PATIENCE, 2 * os.getloadavg()[0] / (os.cpu_count() or 1)))
 
 
-def _collect(results: dict[int, Connection], processes: list[BaseProcess], timeout_s: float) -> list[Any]:
+def _collect(results: dict[int, Connection], processes: list[BaseProcess], timeout_s: float, folder: str) -> list[Any]:
     began, factor = time.monotonic(), 0.0
     returned: dict[int, Any] = {}
     while pending := {results[rank]: rank for rank in results if rank not in returned}:
@@ -106,7 +118,10 @@ def _collect(results: dict[int, Connection], processes: list[BaseProcess], timeo
             try:
                 succeeded, value = connection.recv()
             except EOFError:
-                raise RankFailed(f"rank {rank} died without a word") from None
+                processes[rank].join(timeout=10)
+                status = processes[rank].exitcode or 0
+                end = signal.Signals(-status).name if status < 0 else f"status {status}"
+                raise RankCrashed(f"rank {rank} died ({end})\n{_stack_file(folder, rank).read_text()}") from None
             if not succeeded:
                 failed[rank] = value
             returned[rank] = value
@@ -129,6 +144,7 @@ def _rank_main(
     ports: list[int],
     timeout_s: float,
     in_group: bool,
+    stack: Path,
     function: Callable[..., Any],
     args: tuple[Any, ...],
     sender: Connection,
@@ -138,7 +154,7 @@ def _rank_main(
     if not in_group:
         os.environ[_NEXT_PORTS] = " ".join(map(str, ports[1:]))
     # Print tracebacks of native errors and of hangs. Exit at the timeout even if the parent is gone.
-    faulthandler.enable()
+    faulthandler.enable(stack.open("w"))
     faulthandler.register(signal.SIGUSR1)
     faulthandler.dump_traceback_later(MOST_PATIENCE * timeout_s, exit=True)
     try:
