@@ -21,8 +21,9 @@ from benchmarks.clock import Moment
 from benchmarks.results import Result, compared
 from tests.ranks import run_on_ranks
 from torchtune_adaptive.engine.limits import RowLimit
+from torchtune_adaptive.engine.plans import SampleKind
 from torchtune_adaptive.engine.results import Totals
-from torchtune_adaptive.engine.step import SampleKind, StepRunner
+from torchtune_adaptive.engine.step import StepRunner
 
 WIDTH = {30: 512, 600: 128}
 """By number of trained parameters: the width of the layers. A layer has two trained parameters."""

@@ -16,7 +16,7 @@ from benchmarks.results import Result, compared
 from tests.distributed.faults.meshes import MeshCase, parts_of, tensor_parallel
 from tests.distributed.models import VOCABULARY, runner_of
 from tests.ranks import run_on_ranks
-from torchtune_adaptive.engine.step import Recovery
+from torchtune_adaptive.engine.recovery import Recovery
 
 NOTE = (
     "Llama of 2 layers under tensor, sequence and loss parallelism on gloo; steps of 16 rows of 64 tokens in 2 "

@@ -16,12 +16,12 @@ from torch.utils.checkpoint import checkpoint
 
 from torchtune_adaptive.engine.limits import RowLimit
 from torchtune_adaptive.engine.memory import MemoryMeter
-from torchtune_adaptive.engine.plans import Load
+from torchtune_adaptive.engine.plans import Load, SampleKind
 from torchtune_adaptive.engine.probes import TrainingStep, find_max_batch_size
 from torchtune_adaptive.engine.ranks import world_size
 from torchtune_adaptive.engine.results import StepResult, Totals
 from torchtune_adaptive.engine.search import SearchResult
-from torchtune_adaptive.engine.step import SampleKind, StepRunner
+from torchtune_adaptive.engine.step import StepRunner
 
 
 @dataclass(frozen=True)

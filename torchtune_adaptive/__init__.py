@@ -7,11 +7,13 @@ if TYPE_CHECKING:
     from torchtune_adaptive.engine.length_profile import Profile
     from torchtune_adaptive.engine.limits import RowLimit, TokenLimit
     from torchtune_adaptive.engine.memory import CudaMemory, MemoryMeter
+    from torchtune_adaptive.engine.plans import SampleKind
     from torchtune_adaptive.engine.probes import TrainingStep, find_max_batch_size, profile_memory
     from torchtune_adaptive.engine.ranks import synchronize_replicas
+    from torchtune_adaptive.engine.recovery import Recovery
     from torchtune_adaptive.engine.results import StepResult, Totals
     from torchtune_adaptive.engine.search import SearchResult
-    from torchtune_adaptive.engine.step import Recovery, SampleKind, Stages, StepRunner
+    from torchtune_adaptive.engine.step import Stages, StepRunner
     from torchtune_adaptive.errors import (
         AdaptiveError,
         ConfigError,
@@ -55,11 +57,13 @@ _HOMES = (
     "errors",
     "report.tables",
     "engine.limits",
+    "engine.plans",
     "engine.search",
     "engine.length_profile",
     "engine.memory",
     "engine.ranks",
     "engine.results",
+    "engine.recovery",
     "engine.step",
     "engine.probes",
 )

@@ -30,8 +30,10 @@ from torchtune_adaptive.engine import snapshot
 from torchtune_adaptive.engine.governor import Change
 from torchtune_adaptive.engine.limits import RowLimit
 from torchtune_adaptive.engine.memory import CudaMemory, MemoryMeter, plain_tensors, resident_tensors
+from torchtune_adaptive.engine.plans import SampleKind
 from torchtune_adaptive.engine.probes import TrainingStep
-from torchtune_adaptive.engine.step import Recovery, SampleKind, StepRunner
+from torchtune_adaptive.engine.recovery import Recovery
+from torchtune_adaptive.engine.step import StepRunner
 from torchtune_adaptive.formatting import MemorySize
 from torchtune_adaptive.null_cuda.build import LIBRARY
 from torchtune_adaptive.tune.checked_dataset import CheckedDataset

@@ -13,8 +13,9 @@ from tests.null.processes import OnNull
 from tests.null.recovery import Case, run
 from tests.ranks import RankFailed
 from torchtune_adaptive.engine.limits import RowLimit
+from torchtune_adaptive.engine.plans import SampleKind
 from torchtune_adaptive.engine.results import Totals
-from torchtune_adaptive.engine.step import SampleKind, StepRunner
+from torchtune_adaptive.engine.step import StepRunner
 
 CASES = {Case("full", 2, expandable=True): 80, Case("lora"): 40, Case("full_dpo"): 80, Case(PPO): 200}
 """Cases, and the step size between tried operations."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import sys
 import zlib
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from functools import partial
@@ -23,11 +23,11 @@ from torch import nn
 
 from torchtune_adaptive.engine import fsdp
 from torchtune_adaptive.engine.fsdp import AllGather, FSDPModule, ReduceScatter
-from torchtune_adaptive.engine.ghost import GhostPasses, Listener, messages
+from torchtune_adaptive.engine.ghost import GhostPasses
+from torchtune_adaptive.engine.messages import Listener, MessagesOutsideFsdp, messages, outside_fsdp_error
 from torchtune_adaptive.engine.oom import is_oom
 from torchtune_adaptive.engine.ranks import backend_for, explaining_failures, message_counters, rank, world_size
 from torchtune_adaptive.errors import AdaptiveError, RecoveryUnsupportedError, Remedy, UnrecoverableError
-from torchtune_adaptive.formatting import count_of
 
 
 @dataclass(frozen=True)
@@ -142,31 +142,7 @@ class CollectiveRecord:
     """True if a microbatch did not issue the collectives of its schedule."""
     varying_setting: str | None = None
     """The setting of FSDP that makes microbatches issue different collectives, if there is one."""
-    non_fsdp_messages: int = 0
-    """The most messages that a microbatch has sent outside FSDP."""
-    non_fsdp_operations: tuple[str, ...] = ()
-    """The operations that sent these messages."""
-    searched_operations: bool = False
-    """True if a microbatch has run under a Listener, which finds these operations."""
-
-
-_MOST_NAMES = 3
-
-
-def _describe(messages: int, operations: tuple[str, ...]) -> str:
-    """Name the operations. If they are unknown, since another thread or rank called them, count their messages."""
-    if not operations:
-        return f"{count_of(messages, 'message')} per microbatch"
-    more = f" and {len(operations) - _MOST_NAMES} more" if len(operations) > _MOST_NAMES else ""
-    return ", ".join(operations[:_MOST_NAMES]) + more
-
-
-def _non_fsdp_error(description: str) -> RecoveryUnsupportedError:
-    return RecoveryUnsupportedError(
-        f"out of memory on rank {rank()}, and microbatches communicate outside FSDP ({description}): a failed rank "
-        "cannot take part, so its peers would hang; communicate after the step, for example in the update",
-        Remedy.SMALLER_LIMIT,
-    )
+    outside_fsdp: MessagesOutsideFsdp = field(default_factory=MessagesOutsideFsdp)
 
 
 class CollectiveLedger:
@@ -177,17 +153,17 @@ class CollectiveLedger:
     all frozen models. Only these are prepared and reset for it, so gradients in the models of other stages remain.
     """
 
-    def __init__(self, *roots: object, counts: bool = True, exchanges_activations: bool = False) -> None:
+    def __init__(self, *roots: object, enabled: bool = True, exchanges_activations: bool = False) -> None:
         """Count the collectives of those models in `roots` that FSDP2 shards; whole models do not communicate.
 
-        If `counts` is False, recovery is off. The ledger then still limits FSDP's reductions to the last microbatch
+        If not `enabled`, recovery is off. The ledger then still limits FSDP's reductions to the last microbatch
         (see `PlaceInStep`), and reshards after a forward without a backward. If ranks exchange activations, ghost
         passes replace records.
         """
         self.position = 0
         self._roots = [root for root in roots if isinstance(root, FSDPModule)]
         modules = [root for root in roots if isinstance(root, nn.Module)]
-        several = counts and world_size() > 1
+        several = enabled and world_size() > 1
         exchanges = exchanges_activations or any(map(fsdp.exchanges_activations, modules))
         self._ghosts = GhostPasses(modules) if several and exchanges else None
         self.uses_ghost_passes = self._ghosts is not None
@@ -239,7 +215,8 @@ class CollectiveLedger:
     def copy_record(self, *, of_stage: str, to_stage: str) -> None:
         """Copy what is known about communication outside FSDP to another stage of the same model."""
         found = self._records[of_stage]
-        self._records[to_stage] = replace(found, schedules={}, non_fsdp_messages=max(1, found.non_fsdp_messages))
+        self._records[to_stage] = replace(found, schedules={}, outside_fsdp=replace(found.outside_fsdp))
+        self._records[to_stage].outside_fsdp.counted(1)
 
     def begin_attempt(
         self, microbatches: int, models: Sequence[object], stage: str = "", *, reduce_once: bool = False
@@ -280,7 +257,7 @@ class CollectiveLedger:
             fsdp.end_pass_without_backward(root)
         if self._ghosts:
             self._ghosts.end_microbatch(self._stage)
-        self._compare(complete=True)
+        self._record_or_compare(complete=True)
         is_last = self._number == self._microbatches - 1
         if is_last or not self._reducing_once:
             self._record.varying_setting = self._record.varying_setting or fsdp.varying_setting(self._groups)
@@ -298,9 +275,9 @@ class CollectiveLedger:
 
     def end_failed_microbatch(self) -> None:
         """End a microbatch that ran out of memory: compare its collectives up to the error with the record."""
-        self._compare(complete=False)
+        self._record_or_compare(complete=False)
 
-    def _compare(self, *, complete: bool) -> None:
+    def _record_or_compare(self, *, complete: bool) -> None:
         record, issued, place = self._record, tuple(self._current), self._place(self._number)
         schedule = record.schedules.get(place, issued)
         if complete:
@@ -308,9 +285,7 @@ class CollectiveLedger:
         if issued != (schedule if complete else schedule[: len(issued)]):
             record.differed = True
             return
-        # the maximum, because a microbatch may have failed before it sent such messages
-        sent = self._messages() - self._messages_before - self._fsdp_messages
-        record.non_fsdp_messages = max(record.non_fsdp_messages, sent)
+        record.outside_fsdp.counted(self._messages() - self._messages_before - self._fsdp_messages)
 
     def _place(self, number: int) -> PlaceInStep:
         if not (self._replicated or self._reducing_once) or self._microbatches == 1:
@@ -320,35 +295,21 @@ class CollectiveLedger:
         return PlaceInStep.LAST if number == self._microbatches - 1 else PlaceInStep.MIDDLE
 
     @property
-    def non_fsdp_messages(self) -> int:
-        """The most messages that a microbatch sent outside FSDP; 0 until a Listener has looked for their operations."""
-        return self._record.non_fsdp_messages if self._record.searched_operations else 0
-
-    def refuse_recovery(self, messages: int) -> str:
-        """Make out-of-memory errors of this stage fatal, because of these messages. Return the reason and a remedy."""
-        self._record.non_fsdp_messages = messages
-        description = _describe(messages, self._record.non_fsdp_operations)
-        return (
-            f"microbatches communicate outside FSDP ({description}), and a rank that is out of memory cannot take part "
-            "(communicate after the step, for example in the update; if ranks exchange activations, pass "
-            "exchanges_activations=True to Recovery)"
-        )
+    def outside_fsdp(self) -> MessagesOutsideFsdp:
+        """What is known about messages of this stage outside FSDP."""
+        return self._record.outside_fsdp
 
     def listening(self) -> AbstractContextManager[object]:
-        """Return the context of a microbatch: a Listener, if messages outside FSDP were counted and no microbatch has
-        had a Listener yet; otherwise, none. A Listener finds the operations, and makes compiled code run eagerly."""
-        if not self._record.non_fsdp_messages or self._record.searched_operations:
-            return nullcontext()
-        self._record.searched_operations = True
-        return Listener(self._add_operation)
+        """Return the context of a microbatch, which may look for operations that communicate outside FSDP."""
+        return self.outside_fsdp.listening(self._add_operation)
 
     def _add_operation(self, name: str) -> None:
-        if not self._issuing and name not in self._record.non_fsdp_operations:
-            self._record.non_fsdp_operations += (name,)
+        if not self._issuing:
+            self.outside_fsdp.add_operation(name)
 
     def _refuse_operation(self, name: str) -> None:
         if not self._issuing:
-            raise _non_fsdp_error(name)
+            raise outside_fsdp_error(name)
 
     def _messages(self) -> int:
         return sum(counter() for counter in self._message_counters)
@@ -405,12 +366,7 @@ class CollectiveLedger:
         return not (self._roots or self._ghosts)
 
     @property
-    def saw_other_messages(self) -> bool:
-        """True if a microbatch of this stage has sent messages outside FSDP on this rank."""
-        return self._record.non_fsdp_messages > 0
-
-    @property
-    def reduces_once(self) -> bool:
+    def attempt_reduces_once(self) -> bool:
         """True if only the last of several microbatches reduce-scatters gradients in this attempt."""
         return bool(self._reducing_once)
 
@@ -448,8 +404,8 @@ class CollectiveLedger:
                 f"{f' ({setting})' if setting else ''}, so the remaining ones of this step are unknown",
                 Remedy.SMALLER_LIMIT,
             )
-        if self._record.non_fsdp_messages:
-            raise _non_fsdp_error(_describe(self._record.non_fsdp_messages, self._record.non_fsdp_operations))
+        if self.outside_fsdp.most:
+            raise outside_fsdp_error(self.outside_fsdp)
         if not self._groups:  # whole models
             return
         # Walk through the collectives of the whole step, and issue those after `position`. Gradients may be zero,

@@ -19,15 +19,12 @@ precedes the first ghost pass. If it uses made-up values, a second one uses othe
 from __future__ import annotations
 
 import gc
-import sys
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import zip_longest
-from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
@@ -40,8 +37,9 @@ from torch.utils._pytree import tree_iter, tree_map
 from torchtune_adaptive.dependencies import refuse_torch
 from torchtune_adaptive.engine import fsdp
 from torchtune_adaptive.engine.memory import wraps_tensors
+from torchtune_adaptive.engine.messages import COMMUNICATING, caller, communicates, messages, place_of
 from torchtune_adaptive.engine.oom import is_oom
-from torchtune_adaptive.engine.ranks import explaining_failures, message_counters, rank
+from torchtune_adaptive.engine.ranks import explaining_failures, rank
 from torchtune_adaptive.errors import AdaptiveError, RecoveryUnsupportedError, Remedy, UnrecoverableError
 
 if TYPE_CHECKING:
@@ -64,9 +62,6 @@ try:
 except ImportError as error:
     refuse_torch(str(error))
 
-COMMUNICATING = {"c10d", "_c10d_functional", "_c10d_functional_autograd", "c10d_functional", "_dtensor", "symm_mem"}
-_SILENT = {"wait_tensor", "_wrap_tensor_autograd"}
-"""Operations in the namespaces above that do not communicate."""
 _FUNCTIONAL = ("all_gather_into_tensor", "all_reduce", "all_to_all_single", "broadcast", "reduce_scatter_tensor")
 _METHODS = ("_allgather_base", "_reduce_scatter_base", "allgather", "allreduce", "alltoall_base", "broadcast")
 """Methods of a process group that communicate."""
@@ -91,8 +86,6 @@ _KNOWN = "_torchtune_adaptive_known"
 """Attribute of floating-point tensors whose values a ghost pass has."""
 _MAX_READS = 10_000
 """Maximum number of values that a pass may read from fake tensors. It ends loops that run until convergence."""
-_OTHER_CODE = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]), "<")
-"""Prefixes of the names of files that are not the user's: torch, this package, generated code."""
 _TOUCHED: dict[Any, str] = {
     nn.Module: "_compiled_call_impl",
     MaskBuffer: "data materialize_mask refcount",
@@ -398,10 +391,10 @@ class GhostMode(TorchDispatchMode):
         call = _Call(func, args, kwargs or {})
         if get_dispatch_mode(DispatchModeKey.FAKE) is not self._fakes:  # DTensor infers shapes in another fake mode
             return call.run()
+        if communicates(func):
+            return self._communicate(call)
         if getattr(func, "namespace", "") not in COMMUNICATING:
             return self._compute(call)
-        if call.name not in _SILENT:
-            return self._communicate(call)
         return args[0] if isinstance(args[0], FakeTensor) else call.run_for_real()
 
     def _communicate(self, call: _Call) -> Any:
@@ -564,52 +557,12 @@ class GhostMode(TorchDispatchMode):
             return chosen.view(rows).movedim(-1, dim) if keeps else chosen.view(sizes)
 
 
-class Listener(TorchDispatchMode):
-    """Dispatch mode that calls `report` before each operation that communicates, with its name and its caller. Compiled
-    code runs eagerly in a dispatch mode, so use this for one microbatch only."""
-
-    supports_higher_order_operators = True
-
-    def __init__(self, report: Callable[[str], None]) -> None:
-        super().__init__()
-        self._report = report
-
-    def __torch_dispatch__(
-        self, func: OpOverload, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if any(wraps_tensors(kind) for kind in types):
-            return NotImplemented
-        if getattr(func, "namespace", "") in COMMUNICATING and func._opname not in _SILENT:
-            self._report(f"{func.namespace}::{func._opname}{caller()}")
-        return func(*args, **(kwargs or {}))
-
-
 def refusal(why: str) -> RecoveryUnsupportedError:
     """Return the error for a microbatch that cannot be repeated as a ghost pass."""
     return RecoveryUnsupportedError(
         f"out of memory on rank {rank()}, whose microbatch cannot be completed for the other ranks: {why}",
         Remedy.SMALLER_LIMIT,
     )
-
-
-def caller() -> str:
-    """Return the innermost line of the user's code, for example ` at model.py:57`, or ""."""
-    return place_of(sys._getframe(1))
-
-
-def place_of(frame: FrameType | None) -> str:
-    """Return the innermost line of the user's code from `frame` outwards, formatted as in `caller`."""
-    while frame is not None and frame.f_code.co_filename.startswith(_OTHER_CODE):
-        frame = frame.f_back
-    return "" if frame is None else f" at {Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
-
-
-def messages() -> Counter[str]:
-    """Return the number of messages that each process group has counted on this rank, by its name."""
-    total = Counter[str]()
-    for group, counter in message_counters():
-        total[group.group_name] += counter()
-    return total
 
 
 def _wait(result: Any) -> None:

@@ -3,17 +3,48 @@
 from __future__ import annotations
 
 import heapq
+import operator
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import chain, pairwise
-from typing import NamedTuple, TypeAlias
+from typing import Generic, NamedTuple, TypeAlias, TypeVar
 
 from torchtune_adaptive.engine.limits import Limit, MicrobatchSize, most_that_fit
 
 Plan: TypeAlias = tuple[tuple[int, ...], ...]
 """For each microbatch of a step, the indices of its samples."""
 
+Sample = TypeVar("Sample")
+
 _HALVINGS = 6
 """Number of bisection steps for the size of equal microbatches. Six find it to 2 % of the largest microbatch."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleKind(Generic[Sample]):
+    """Describes the samples of a step to a StepRunner. Samples can be objects of any type."""
+
+    length_of: Callable[[Sample], int]
+    """Returns the number of tokens of a sample, for limits by length."""
+    filler: Callable[[Sample], Sample]
+    """Returns a small sample without labels that passes through the whole model, for example two tokens. A rank with
+    fewer microbatches than its peers runs it. So does a drain, for a microbatch whose collectives are not recorded."""
+    row_lengths_of: Callable[[Sample], Sequence[int]] | None = None
+    """Returns the number of tokens of each sequence, for samples of several sequences, such as pairs of answers.
+    `length_of` must then return the number for the longest sequence. Such a sample is one row of a RowLimit."""
+    padded: bool = True
+    """True if `forward_backward` pads sequences to the longest one. False if it concatenates them; a limit by length
+    then counts the tokens of all samples."""
+    cost_of: Callable[[int], float] = float
+    """Returns the relative computing cost of a row with this number of tokens, for `StepResult.imbalance`."""
+
+    def lengths(self, samples: Sequence[Sample]) -> list[int]:
+        """Return the length of each sample. An empty sample has length 1, because it is padded to one token."""
+        return [max(1, operator.index(self.length_of(sample))) for sample in samples]
+
+    def plan(self, lengths: Sequence[int], limit: Limit) -> Plan:
+        """Return a plan of microbatches within the limit, before ranks agree on their number."""
+        return plan_step(lengths, limit, padded=self.padded)
 
 
 def plan_step(lengths: Sequence[int], limit: Limit, *, padded: bool = True) -> Plan:

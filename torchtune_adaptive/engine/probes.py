@@ -28,6 +28,7 @@ from torchtune_adaptive.engine.length_profile import Profile, SampleLengths, mea
 from torchtune_adaptive.engine.limits import MAX_ROWS, candidate_rows
 from torchtune_adaptive.engine.memory import CudaMemory, MemorySource
 from torchtune_adaptive.engine.oom import is_oom, release_memory
+from torchtune_adaptive.engine.plans import Sample
 from torchtune_adaptive.engine.ranks import Agreement, from_rank_0, rank
 from torchtune_adaptive.engine.results import StepResult
 from torchtune_adaptive.engine.search import (
@@ -41,7 +42,7 @@ from torchtune_adaptive.engine.search import (
     search,
 )
 from torchtune_adaptive.engine.snapshot import restoring_state
-from torchtune_adaptive.engine.step import Sample, StepRunner
+from torchtune_adaptive.engine.step import StepRunner
 from torchtune_adaptive.errors import (
     ConfigError,
     OneRowDoesNotFitError,

@@ -22,35 +22,24 @@ import time
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import islice
-from operator import index
 from os import PathLike
-from typing import Generic, Literal, NamedTuple, TypeAlias, TypeVar
+from typing import Generic, Literal, NamedTuple, TypeAlias
 
 from torch import nn
 
 from torchtune_adaptive.engine import fsdp
 from torchtune_adaptive.engine.buckets import GradientBuckets
-from torchtune_adaptive.engine.collectives import CollectiveLedger
 from torchtune_adaptive.engine.governor import EXHAUSTED, RECOVERY, Change, Governor, LimitState, in_step
 from torchtune_adaptive.engine.limits import Limit, MicrobatchSize
 from torchtune_adaptive.engine.memory import Gauge, MemorySource
 from torchtune_adaptive.engine.oom import clear_frames, fatal_on_oom, is_oom, release_memory, requested_bytes
-from torchtune_adaptive.engine.plans import Plan, load_of, plan_step, size_of, spread
-from torchtune_adaptive.engine.ranks import (
-    Agreement,
-    EqualSteps,
-    compare_replicas,
-    explaining_collectives,
-    let_gloo_threads_finish,
-    rank,
-    use_communicators,
-    world_size,
-)
+from torchtune_adaptive.engine.plans import Plan, Sample, SampleKind, load_of, size_of, spread
+from torchtune_adaptive.engine.ranks import EqualSteps, explaining_collectives, rank, world_size
+from torchtune_adaptive.engine.recovery import Recovery, has_gradients
 from torchtune_adaptive.engine.results import (
-    REPORT_COLUMNS,
     AttemptReport,
     AttemptReports,
     StepResult,
@@ -60,128 +49,18 @@ from torchtune_adaptive.engine.results import (
 )
 from torchtune_adaptive.engine.snapshot import RngState
 from torchtune_adaptive.errors import (
-    ConfigError,
     LimitExhaustedError,
     RecoveryUnsupportedError,
     Remedy,
     UnrecoverableError,
     without_backward,
 )
-from torchtune_adaptive.formatting import count_of, format_apart, format_bytes, is_whole, ranks_named
+from torchtune_adaptive.formatting import count_of, format_apart, format_bytes, ranks_named
 
 logger = logging.getLogger(__name__)
 
-Sample = TypeVar("Sample")
 PassKind: TypeAlias = Literal["microbatch", "drain"]
 ContextForPass: TypeAlias = Callable[[PassKind], AbstractContextManager[object]]
-
-
-@dataclass(frozen=True, kw_only=True)
-class SampleKind(Generic[Sample]):
-    """Describes the samples of a step to a StepRunner. Samples can be objects of any type."""
-
-    length_of: Callable[[Sample], int]
-    """Returns the number of tokens of a sample, for limits by length."""
-    filler: Callable[[Sample], Sample]
-    """Returns a small sample without labels that passes through the whole model, for example two tokens. A rank with
-    fewer microbatches than its peers runs it. So does a drain, for a microbatch whose collectives are not recorded."""
-    row_lengths_of: Callable[[Sample], Sequence[int]] | None = None
-    """Returns the number of tokens of each sequence, for samples of several sequences, such as pairs of answers.
-    `length_of` must then return the number for the longest sequence. Such a sample is one row of a RowLimit."""
-    padded: bool = True
-    """True if `forward_backward` pads sequences to the longest one. False if it concatenates them; a limit by length
-    then counts the tokens of all samples."""
-    cost_of: Callable[[int], float] = float
-    """Returns the relative computing cost of a row with this number of tokens, for `StepResult.imbalance`."""
-
-    def lengths(self, samples: Sequence[Sample]) -> list[int]:
-        """Return the length of each sample. An empty sample has length 1, because it is padded to one token."""
-        return [max(1, index(self.length_of(sample))) for sample in samples]
-
-    def plan(self, lengths: Sequence[int], limit: Limit) -> Plan:
-        """Return a plan of microbatches within the limit, before ranks agree on their number."""
-        return plan_step(lengths, limit, padded=self.padded)
-
-
-class Recovery:
-    """The state that all stages of a step share: the ledger of collectives, settings and callbacks.
-
-    A stage is a pass of one StepRunner over the samples of a step. Most training steps have a single stage.
-
-    Args:
-        models: all models that the stages run, including frozen ones. A stage owns its runner's model and all frozen
-            models. If the stage fails, only these are reset, so gradients in the models of other stages remain.
-        enabled: False to let an out-of-memory error end the run.
-        exchanges_activations: True if ranks exchange activations, but no mesh of a parameter shows it, as in context
-            parallelism. Tensor and expert parallelism are detected by these meshes. Ranks that share samples, for
-            example under tensor parallelism, must pass the same samples to `StepRunner.run`.
-        regrow_after: a lowered limit grows again after this many steps without out-of-memory errors or allocator
-            retries; 0 to keep it low.
-        stop_requested: called once per attempt. If it returns True on any rank, for example after a signal, the
-            result of that step has `stop_requested` on all ranks.
-        on_change: called on every rank when a limit changes, or when memory runs out at the smallest limit.
-        on_attempt: called before each attempt, with the stage, the step and the plan.
-    """
-
-    def __init__(
-        self,
-        *models: nn.Module,
-        enabled: bool = True,
-        exchanges_activations: bool = False,
-        regrow_after: int = 200,
-        stop_requested: Callable[[], bool] = bool,
-        on_change: Callable[[Change], object] = lambda _: None,
-        on_attempt: Callable[[str, int, Plan], object] = lambda *_: None,
-    ) -> None:
-        """Collective: on CUDA, create a gloo group for agreements. Shard the models first."""
-        for reason in filter(None, map(fsdp.why_recovery_is_off, models if enabled else ())):
-            raise RecoveryUnsupportedError(
-                f"a step of this model cannot be repeated after an out-of-memory error: {reason}", Remedy.NO_RECOVERY
-            )
-        if not is_whole(regrow_after, at_least=0):
-            raise ConfigError(f"regrow_after: {regrow_after!r} steps; give 0 (never) or a larger whole number")
-        self.models, self.enabled, self.regrow_after = models, enabled, regrow_after
-        self.stop_requested, self.on_change, self.on_attempt = stop_requested, on_change, on_attempt
-        if enabled:
-            use_communicators(models)
-        self.ledger = CollectiveLedger(*models, counts=enabled, exchanges_activations=exchanges_activations)
-        self.agreement = Agreement(REPORT_COLUMNS)
-        self._stages: set[str] = set()
-        self._compared = self._closed = False
-
-    def add_stage(self, stage: str, model: nn.Module) -> None:
-        """Register a stage; raise ValueError for an unknown model or a second stage of the same name."""
-        if not any(model is known for known in self.models):
-            raise ValueError("the model of a StepRunner is unknown to its Recovery: pass it to Recovery(...)")
-        if stage in self._stages:
-            raise ValueError(f"this Recovery has a runner for stage {stage!r} already: give each its own `stage`")
-        self._stages.add(stage)
-
-    def owned_by(self, model: nn.Module) -> list[nn.Module]:
-        """Return the models that the stage of this model owns."""
-        return [each for each in self.models if each is model or not any(p.requires_grad for p in each.parameters())]
-
-    def count_others_with_gradients(self, model: nn.Module) -> int:
-        """Return the number of models, except this one, that have gradients now."""
-        return sum(_has_gradients(each) for each in self.models if each is not model)
-
-    def prepare(self) -> None:
-        """Prepare a step. Collective in the first call, which checks that replicas have equal weights."""
-        if self._closed:
-            raise ValueError("this StepRunner is closed, so it can no longer recover: create a new one")
-        if not self._compared:
-            compare_replicas(self.models)
-            self._compared = True
-
-    def close(self) -> None:
-        """Restore FSDP's own collectives, and give gloo's threads time to finish. Call it at the end of the process."""
-        self._closed = True
-        self.ledger.close()
-        let_gloo_threads_finish()
-
-
-def _has_gradients(model: nn.Module) -> bool:
-    return any(parameter.grad is not None for parameter in model.parameters())
 
 
 class _NextPlan(NamedTuple):
@@ -190,6 +69,26 @@ class _NextPlan(NamedTuple):
     limit: Limit
     lengths: list[int]
     plan: Plan
+
+
+class _ReduceOnce:
+    """Decides if a step reduce-scatters gradients only in its last microbatch, which needs memory for all gradients."""
+
+    def __init__(self, model: nn.Module, *, possible: bool) -> None:
+        sizes = (each.numel() * max(4, each.element_size()) for each in model.parameters() if each.requires_grad)
+        self._gradients = sum(sizes) if possible else math.inf  # in bytes, at least those of fp32
+        self._complete_steps = 0
+        self.in_next_attempt = False
+
+    def completed(self, reports: AttemptReports) -> None:
+        """Decide about the next step after a complete one. The peak of the first step lacks the optimizer state."""
+        self._complete_steps += 1
+        if self._complete_steps > 1:
+            self.in_next_attempt = reports.have_room_for(0 if self.in_next_attempt else self._gradients)
+
+    def failed(self) -> None:
+        """Reduce gradients in every microbatch from now on, because such a step ran out of memory."""
+        self.in_next_attempt, self._gradients = False, math.inf
 
 
 class StepRunner(Generic[Sample]):
@@ -245,9 +144,7 @@ class StepRunner(Generic[Sample]):
         self._others_with_gradients = 0  # number of other models with gradients before the latest attempt
         self._gathers_from_all = fsdp.gathers_from_all(model)
         can_reduce_once = reduce_once and self._gathers_from_all and not self._ledger.uses_ghost_passes
-        sizes = (each.numel() * max(4, each.element_size()) for each in model.parameters() if each.requires_grad)
-        self._whole_gradients = sum(sizes) if can_reduce_once else math.inf  # in bytes, at least those of fp32
-        self._reduces_once, self._complete_steps = False, 0
+        self._reduce_once = _ReduceOnce(model, possible=can_reduce_once)
         self._requested_bytes = 0  # by the latest allocation that has failed on this rank
         self._equal_steps = EqualSteps(enabled=self._ledger.uses_ghost_passes or self._gathers_from_all)
         self._is_whole = fsdp.is_whole(model)
@@ -323,15 +220,12 @@ class StepRunner(Generic[Sample]):
                 self._equal_steps.announce(f"{sizes}{count_of(len(plan), 'microbatch', 'microbatches')}")
             self.recovery.on_attempt(self.stage, step, plan)
             began = time.perf_counter()
-            outcome = self._attempt(samples, plan, reduce_once=self._reduces_once)
+            outcome = self._attempt(samples, plan, reduce_once=self._reduce_once.in_next_attempt)
             upcoming_plan = self._plan_upcoming(upcoming)
             reports = self._agree(outcome, plan, samples, len(upcoming_plan.plan) if upcoming_plan else 0)
             if isinstance(outcome, Totals) and not reports.failed:
                 self._keep_plan(upcoming_plan, reports.upcoming_microbatches)
-                self._complete_steps += 1
-                if self._complete_steps > 1:  # the peak of the first step lacks the optimizer state
-                    room_needed = 0 if self._reduces_once else self._whole_gradients
-                    self._reduces_once = reports.have_room_for(room_needed)
+                self._reduce_once.completed(reports)
                 # without recovery, the limit stays: a larger one could run out of memory
                 if self.recovers and (change := self._governor.completed(step, reports.flushed_cache)):
                     self._announce(change, reports)
@@ -359,7 +253,7 @@ class StepRunner(Generic[Sample]):
         return None, reports
 
     def _check(self, samples: Sequence[Sample]) -> None:
-        self.recovery.prepare()
+        self.recovery.begin_step()
         if not samples:
             raise ValueError("a step needs at least 1 sample on every rank, but this rank got 0")
         if self.trains is None and self._is_whole != fsdp.is_whole(self.model):
@@ -457,7 +351,7 @@ class StepRunner(Generic[Sample]):
         try:
             self._ledger.begin_microbatch(number)
             # if other code communicates in the backward, too, the order of collectives could differ between ranks
-            reducing = buckets.reducing(overlaps=not self._ledger.saw_other_messages) if buckets else nullcontext()
+            reducing = buckets.reducing(overlaps=not self._ledger.outside_fsdp.most) if buckets else nullcontext()
             with self.context_for("microbatch"), self._ledger.listening(), reducing:
                 added = Totals.of(self._forward_backward(microbatch))
             self._ledger.end_microbatch()
@@ -527,8 +421,8 @@ class StepRunner(Generic[Sample]):
                 Remedy.CHECKPOINT_ACTIVATIONS,
                 Remedy.LARGER_BUDGET,
             )
-        if reduced_once := self._ledger.reduces_once:
-            self._reduces_once, self._whole_gradients = False, math.inf
+        if reduced_once := self._ledger.attempt_reduces_once:
+            self._reduce_once.failed()
         change = self._governor.out_of_memory(reports.failed, step, reduced_once=reduced_once)
         if change.kind == EXHAUSTED:
             raise self._exhausted(change, reports)
@@ -546,9 +440,9 @@ class StepRunner(Generic[Sample]):
         elif reading.retries:
             reported_size = max(sizes, key=lambda size: size.padded_tokens)
         if self._buckets:
-            has_gradients, with_gradients = self._buckets.describe()
+            any_gradients, with_gradients = self._buckets.describe()
         else:
-            has_gradients, with_gradients = self.trains is None and _has_gradients(self.model), 0
+            any_gradients, with_gradients = self.trains is None and has_gradients(self.model), 0
         row_lengths = None if kind.row_lengths_of is None else [*map(kind.row_lengths_of, samples)]
         mine = AttemptReport(
             microbatch=reported_size,
@@ -562,8 +456,8 @@ class StepRunner(Generic[Sample]):
             loss_sum=totals.loss_sum.item() if totals and totals.loss_sum.device.type == "cpu" else 0.0,
             upcoming_microbatches=upcoming_microbatches,
             stop_requested=self.recovery.stop_requested(),
-            non_fsdp_messages=self._ledger.non_fsdp_messages,
-            gradients=has_gradients,
+            non_fsdp_messages=self._ledger.outside_fsdp.reported,
+            gradients=any_gradients,
             with_gradients=with_gradients,
             step=self.current_step or 0,
             names=zlib.crc32(repr(sorted(totals.sums)).encode()) if totals else 0,
@@ -573,7 +467,7 @@ class StepRunner(Generic[Sample]):
         reports.check_positions()
         non_fsdp_messages = max(report.non_fsdp_messages for report in reports)
         if self.recovers and non_fsdp_messages:
-            self.recovers, reason = False, self._ledger.refuse_recovery(non_fsdp_messages)
+            self.recovers, reason = False, self._ledger.outside_fsdp.refuse_recovery(non_fsdp_messages)
             place = self.stage if self.current_step is None else in_step(self.current_step, self.stage)
             if rank() == 0:
                 logger.warning(

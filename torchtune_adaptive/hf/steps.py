@@ -25,13 +25,14 @@ from transformers import Trainer
 from torchtune_adaptive.engine.fsdp import FSDPModule, is_whole
 from torchtune_adaptive.engine.limits import Limit, RowLimit, TokenLimit
 from torchtune_adaptive.engine.memory import MemorySource, memory_within, resident_tensors
-from torchtune_adaptive.engine.plans import Plan
+from torchtune_adaptive.engine.plans import Plan, SampleKind
 from torchtune_adaptive.engine.probes import TrainingStep, find_max_batch_size
 from torchtune_adaptive.engine.ranks import from_all_ranks, rank, world_size
+from torchtune_adaptive.engine.recovery import Recovery
 from torchtune_adaptive.engine.results import Totals
 from torchtune_adaptive.engine.search import SearchResult
 from torchtune_adaptive.engine.snapshot import RngState, override_attributes
-from torchtune_adaptive.engine.step import Recovery, SampleKind, StepRunner
+from torchtune_adaptive.engine.step import StepRunner
 from torchtune_adaptive.errors import AdaptiveError, ConfigError, RecoveryUnsupportedError, Remedy
 from torchtune_adaptive.formatting import parse_size
 from torchtune_adaptive.hf.losses import (

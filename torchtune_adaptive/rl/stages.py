@@ -14,8 +14,9 @@ from torch import nn
 
 from torchtune_adaptive.config.keys import Settings
 from torchtune_adaptive.engine.limits import RowLimit
+from torchtune_adaptive.engine.plans import SampleKind
 from torchtune_adaptive.engine.results import StepResult
-from torchtune_adaptive.engine.step import SampleKind, Stages, StepRunner
+from torchtune_adaptive.engine.step import Stages, StepRunner
 from torchtune_adaptive.rl.generation import Generate
 from torchtune_adaptive.rl.microbatches import Score, TrainPolicy, TrainValue
 from torchtune_adaptive.rl.rollouts import Rollout

@@ -19,12 +19,13 @@ from torch import Tensor
 
 from torchtune_adaptive.engine.limits import Limit, RowLimit, TokenLimit
 from torchtune_adaptive.engine.memory import MemorySource, memory_within, resident_tensors
-from torchtune_adaptive.engine.plans import Plan
+from torchtune_adaptive.engine.plans import Plan, SampleKind
 from torchtune_adaptive.engine.probes import TrainingStep, find_max_batch_size
 from torchtune_adaptive.engine.ranks import rank
+from torchtune_adaptive.engine.recovery import Recovery
 from torchtune_adaptive.engine.results import Totals
 from torchtune_adaptive.engine.snapshot import override_attributes
-from torchtune_adaptive.engine.step import Recovery, SampleKind, StepRunner
+from torchtune_adaptive.engine.step import StepRunner
 from torchtune_adaptive.errors import ConfigError, Remedy
 from torchtune_adaptive.formatting import parse_size
 from torchtune_adaptive.report.tables import search_table

@@ -20,8 +20,9 @@ from torchtune_adaptive.config.keys import Settings
 from torchtune_adaptive.engine.fsdp import FSDPModule
 from torchtune_adaptive.engine.governor import Change
 from torchtune_adaptive.engine.ranks import sum_over_ranks
+from torchtune_adaptive.engine.recovery import Recovery
 from torchtune_adaptive.engine.results import Totals
-from torchtune_adaptive.engine.step import Recovery, Stages, StepRunner
+from torchtune_adaptive.engine.step import Stages, StepRunner
 from torchtune_adaptive.lifecycle.console import log_rank_0
 from torchtune_adaptive.lifecycle.run_state import THIS_RUN
 from torchtune_adaptive.tune.data import Data, Tokenizer, build_data

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torchtune.data import CROSS_ENTROPY_IGNORE_IDX
 from torchtune.modules import MultiHeadAttention, TransformerDecoder
 
-from torchtune_adaptive.engine.step import SampleKind
+from torchtune_adaptive.engine.plans import SampleKind
 
 Sample = dict[str, Any]
 Cost: TypeAlias = Callable[[int], float]

@@ -20,9 +20,10 @@ from torch import nn
 from torchtune_adaptive.checkpoints.progress import Progress
 from torchtune_adaptive.config.keys import Settings
 from torchtune_adaptive.engine.limits import RowLimit
+from torchtune_adaptive.engine.recovery import Recovery
 from torchtune_adaptive.engine.results import Totals
 from torchtune_adaptive.engine.snapshot import RngState
-from torchtune_adaptive.engine.step import Recovery, Stages, StepRunner
+from torchtune_adaptive.engine.step import Stages, StepRunner
 from torchtune_adaptive.errors import ConfigError, SampleError
 from torchtune_adaptive.tune.checked_dataset import max_seq_len_of, vocabulary_of
 from torchtune_adaptive.tune.data import Data

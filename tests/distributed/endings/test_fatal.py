@@ -17,7 +17,7 @@ from tests.distributed.models import ModelConfig, build, forward_backward_of, ru
 from tests.fault_injection import FaultInjector
 from tests.ranks import PATIENCE, RankFailed, run_on_ranks
 from torchtune_adaptive.engine.fsdp import why_recovery_is_off
-from torchtune_adaptive.engine.step import Recovery
+from torchtune_adaptive.engine.recovery import Recovery
 from torchtune_adaptive.errors import (
     AdaptiveError,
     LimitExhaustedError,

@@ -26,8 +26,9 @@ from tests.distributed.models import (
 )
 from tests.fault_injection import FaultInjector
 from tests.ranks import RankFailed, run_on_ranks
+from torchtune_adaptive.engine.recovery import Recovery
 from torchtune_adaptive.engine.results import Totals
-from torchtune_adaptive.engine.step import Recovery, StepRunner
+from torchtune_adaptive.engine.step import StepRunner
 
 SAMPLES = 4
 

@@ -14,8 +14,9 @@ from tests.distributed.faults.fault_variants import Scenario, fail_there, operat
 from tests.distributed.models import Gradients, gradients_equal, gradients_of, runner_of
 from tests.fault_injection import FaultInjector
 from torchtune_adaptive.engine.fsdp import is_whole
+from torchtune_adaptive.engine.recovery import Recovery
 from torchtune_adaptive.engine.results import Totals
-from torchtune_adaptive.engine.step import Recovery, StepRunner
+from torchtune_adaptive.engine.step import StepRunner
 
 ForwardBackward: TypeAlias = Callable[[Sequence[Tensor]], Totals]
 Parts: TypeAlias = tuple[list[nn.Module], ForwardBackward]

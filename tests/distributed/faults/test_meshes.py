@@ -25,9 +25,10 @@ from tests.ranks import RankFailed, run_on_ranks
 from torchtune_adaptive.engine import ghost
 from torchtune_adaptive.engine.limits import RowLimit
 from torchtune_adaptive.engine.memory import MemoryMeter
+from torchtune_adaptive.engine.plans import SampleKind
 from torchtune_adaptive.engine.ranks import LATE_S
 from torchtune_adaptive.engine.results import Totals
-from torchtune_adaptive.engine.step import SampleKind, StepRunner
+from torchtune_adaptive.engine.step import StepRunner
 
 CASES = {case.name: case for case in MESH_CASES}
 SAMPLED = 4

@@ -27,8 +27,8 @@ from tests.ranks import run_on_ranks
 from torchtune_adaptive.engine import fsdp
 from torchtune_adaptive.engine.collectives import CollectiveLedger
 from torchtune_adaptive.engine.memory import MemoryMeter
+from torchtune_adaptive.engine.recovery import Recovery
 from torchtune_adaptive.engine.results import Totals
-from torchtune_adaptive.engine.step import Recovery
 
 SAMPLED = 6  # operations of a step, in forward, loss, backward and recomputation
 SAMPLED_NAMES = {

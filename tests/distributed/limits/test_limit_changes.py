@@ -10,7 +10,7 @@ from tests.distributed.models import ModelConfig, build, runner_of, samples_of
 from tests.fake_memory import FakeMemory
 from tests.ranks import RankFailed, run_on_ranks
 from torchtune_adaptive.engine.limits import Limit, RowLimit, TokenLimit
-from torchtune_adaptive.engine.step import Recovery
+from torchtune_adaptive.engine.recovery import Recovery
 
 
 def thrash_on_rank_1() -> tuple[list[int], int, list[tuple[str, tuple[int, ...]]]]:

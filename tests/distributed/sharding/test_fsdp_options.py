@@ -19,8 +19,8 @@ from tests.distributed.sharding.test_hybrid import (
 )
 from tests.fault_injection import FaultInjector
 from tests.ranks import RankFailed, run_on_ranks
+from torchtune_adaptive.engine.recovery import Recovery
 from torchtune_adaptive.engine.results import Totals
-from torchtune_adaptive.engine.step import Recovery
 from torchtune_adaptive.errors import RecoveryUnsupportedError
 
 

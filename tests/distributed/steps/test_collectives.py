@@ -20,7 +20,7 @@ from tests.distributed.models import (
 )
 from tests.fault_injection import FaultInjector
 from tests.ranks import run_on_ranks
-from torchtune_adaptive.engine.step import Recovery
+from torchtune_adaptive.engine.recovery import Recovery
 
 Figures = tuple[float, float]
 """The loss and its number of tokens."""

@@ -13,8 +13,9 @@ from torch.utils.checkpoint import checkpoint
 from tests.fault_injection import FaultInjector
 from tests.ranks import run_on_ranks
 from torchtune_adaptive.engine.limits import RowLimit
+from torchtune_adaptive.engine.plans import SampleKind
 from torchtune_adaptive.engine.results import Totals
-from torchtune_adaptive.engine.step import SampleKind, StepRunner
+from torchtune_adaptive.engine.step import StepRunner
 
 DIM, TOKENS, LAYERS, SAMPLES = 8, 6, 4, 4
 OPERATIONS = range(25, 200, 25)

@@ -17,9 +17,10 @@ from tests.fault_injection import FaultInjector
 from tests.ranks import run_on_ranks
 from torchtune_adaptive.engine import buckets
 from torchtune_adaptive.engine.limits import RowLimit
+from torchtune_adaptive.engine.plans import SampleKind
 from torchtune_adaptive.engine.ranks import LATE_S, message_counters
 from torchtune_adaptive.engine.results import Totals
-from torchtune_adaptive.engine.step import SampleKind, StepRunner
+from torchtune_adaptive.engine.step import StepRunner
 from torchtune_adaptive.errors import UnrecoverableError
 
 KIND = SampleKind(length_of=len, filler=lambda sample: sample[:2])

@@ -13,8 +13,10 @@ from tests.fault_injection import FaultInjector
 from torchtune_adaptive.engine.governor import EXHAUSTED, RECOVERY
 from torchtune_adaptive.engine.limits import RowLimit
 from torchtune_adaptive.engine.memory import MemoryMeter
+from torchtune_adaptive.engine.plans import SampleKind
+from torchtune_adaptive.engine.recovery import Recovery
 from torchtune_adaptive.engine.results import Totals
-from torchtune_adaptive.engine.step import Recovery, SampleKind, StepRunner
+from torchtune_adaptive.engine.step import StepRunner
 from torchtune_adaptive.errors import LimitExhaustedError, RecoveryUnsupportedError, Remedy, UnrecoverableError
 
 SAMPLES = [torch.arange(16.0) * scale for scale in range(1, 9)]

@@ -12,9 +12,11 @@ from tests.searched_model import Shape, Trained, search_within, state_of
 from torchtune_adaptive.engine import snapshot
 from torchtune_adaptive.engine.limits import RowLimit
 from torchtune_adaptive.engine.memory import MemoryMeter
+from torchtune_adaptive.engine.plans import SampleKind
 from torchtune_adaptive.engine.probes import TrainingStep
+from torchtune_adaptive.engine.recovery import Recovery
 from torchtune_adaptive.engine.results import Totals
-from torchtune_adaptive.engine.step import Recovery, SampleKind, StepRunner
+from torchtune_adaptive.engine.step import StepRunner
 from torchtune_adaptive.errors import ConfigError, OneRowDoesNotFitError, UnrecoverableError
 
 OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {

@@ -1,0 +1,98 @@
+"""What all stages of a step share: the ledger of collectives, the agreement, settings and callbacks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import nn
+
+from torchtune_adaptive.engine import fsdp
+from torchtune_adaptive.engine.collectives import CollectiveLedger
+from torchtune_adaptive.engine.governor import Change
+from torchtune_adaptive.engine.plans import Plan
+from torchtune_adaptive.engine.ranks import Agreement, compare_replicas, let_gloo_threads_finish, use_communicators
+from torchtune_adaptive.engine.results import REPORT_COLUMNS
+from torchtune_adaptive.errors import ConfigError, RecoveryUnsupportedError, Remedy
+from torchtune_adaptive.formatting import is_whole
+
+
+class Recovery:
+    """The state that all stages of a step share: the ledger of collectives, settings and callbacks.
+
+    A stage is a pass of one StepRunner over the samples of a step. Most training steps have a single stage.
+
+    Args:
+        models: all models that the stages run, including frozen ones. A stage owns its runner's model and all frozen
+            models. If the stage fails, only these are reset, so gradients in the models of other stages remain.
+        enabled: False to let an out-of-memory error end the run.
+        exchanges_activations: True if ranks exchange activations, but no mesh of a parameter shows it, as in context
+            parallelism. Tensor and expert parallelism are detected by these meshes. Ranks that share samples, for
+            example under tensor parallelism, must pass the same samples to `StepRunner.run`.
+        regrow_after: a lowered limit grows again after this many steps without out-of-memory errors or allocator
+            retries; 0 to keep it low.
+        stop_requested: called once per attempt. If it returns True on any rank, for example after a signal, the
+            result of that step has `stop_requested` on all ranks.
+        on_change: called on every rank when a limit changes, or when memory runs out at the smallest limit.
+        on_attempt: called before each attempt, with the stage, the step and the plan.
+    """
+
+    def __init__(
+        self,
+        *models: nn.Module,
+        enabled: bool = True,
+        exchanges_activations: bool = False,
+        regrow_after: int = 200,
+        stop_requested: Callable[[], bool] = bool,
+        on_change: Callable[[Change], object] = lambda _: None,
+        on_attempt: Callable[[str, int, Plan], object] = lambda *_: None,
+    ) -> None:
+        """Collective: on CUDA, create a gloo group for agreements. Shard the models first."""
+        for reason in filter(None, map(fsdp.why_recovery_is_off, models if enabled else ())):
+            raise RecoveryUnsupportedError(
+                f"a step of this model cannot be repeated after an out-of-memory error: {reason}", Remedy.NO_RECOVERY
+            )
+        if not is_whole(regrow_after, at_least=0):
+            raise ConfigError(f"regrow_after: {regrow_after!r} steps; give 0 (never) or a larger whole number")
+        self.models, self.enabled, self.regrow_after = models, enabled, regrow_after
+        self.stop_requested, self.on_change, self.on_attempt = stop_requested, on_change, on_attempt
+        if enabled:
+            use_communicators(models)
+        self.ledger = CollectiveLedger(*models, enabled=enabled, exchanges_activations=exchanges_activations)
+        self.agreement = Agreement(REPORT_COLUMNS)
+        self._stages: set[str] = set()
+        self._compared = self._closed = False
+
+    def add_stage(self, stage: str, model: nn.Module) -> None:
+        """Register a stage; raise ValueError for an unknown model or a second stage of the same name."""
+        if not any(model is known for known in self.models):
+            raise ValueError("the model of a StepRunner is unknown to its Recovery: pass it to Recovery(...)")
+        if stage in self._stages:
+            raise ValueError(f"this Recovery has a runner for stage {stage!r} already: give each its own `stage`")
+        self._stages.add(stage)
+
+    def owned_by(self, model: nn.Module) -> list[nn.Module]:
+        """Return the models that the stage of this model owns."""
+        return [each for each in self.models if each is model or not any(p.requires_grad for p in each.parameters())]
+
+    def count_others_with_gradients(self, model: nn.Module) -> int:
+        """Return the number of models, except this one, that have gradients now."""
+        return sum(has_gradients(each) for each in self.models if each is not model)
+
+    def begin_step(self) -> None:
+        """Collective in the first call, which checks that replicas have equal weights. Raise ValueError if closed."""
+        if self._closed:
+            raise ValueError("this StepRunner is closed, so it can no longer recover: create a new one")
+        if not self._compared:
+            compare_replicas(self.models)
+            self._compared = True
+
+    def close(self) -> None:
+        """Restore FSDP's own collectives, and give gloo's threads time to finish. Call it at the end of the process."""
+        self._closed = True
+        self.ledger.close()
+        let_gloo_threads_finish()
+
+
+def has_gradients(model: nn.Module) -> bool:
+    """Return True if a parameter of the model has a gradient."""
+    return any(parameter.grad is not None for parameter in model.parameters())
