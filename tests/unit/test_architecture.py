@@ -29,7 +29,7 @@ from torchtune_adaptive.config.keys import AdaptiveConfig, Settings
 from torchtune_adaptive.engine import probes
 from torchtune_adaptive.rehearse.fake_ranks import ENGINE_REPLACEMENTS
 
-GROUND = {"arguments", "atomic_files", "dependencies", "errors", "failed_writes", "formatting", "rehearsal_flag"}
+GROUND = {"arguments", "atomic_files", "dependencies", "errors", "failed_writes", "formatting", "run_hooks"}
 """Top-level modules that everything may import, and that import only one another."""
 DOORS = {"__init__", "pytest_plugin"}
 """Top-level modules for users; within the project only tests import them."""
@@ -171,7 +171,7 @@ def test_decision_modules_do_not_import_torch(name: str) -> None:
 
 
 def test_engine_does_not_know_about_rehearsals_which_replace_existing_functions() -> None:
-    assert {name for name in MODULES if room_of(name) == "engine" and "rehearsal_flag" in arrows_from(name)} == set()
+    assert {name for name in MODULES if room_of(name) == "engine" and "run_hooks" in arrows_from(name)} == set()
     for module, members in ENGINE_REPLACEMENTS.items():
         engine = importlib.import_module(f"torchtune_adaptive.engine.{module}")
         for name in members:

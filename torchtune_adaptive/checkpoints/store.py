@@ -24,7 +24,7 @@ from typing import Any, Protocol, get_origin, get_type_hints
 
 from torchtune_adaptive.atomic_files import DRAFTS, naming, read_json, sync
 from torchtune_adaptive.formatting import count_of, printable
-from torchtune_adaptive.rehearsal_flag import REHEARSAL
+from torchtune_adaptive.run_hooks import HOOKS
 
 SAVING = ".saving"
 REMOVING = ".removing-"
@@ -202,7 +202,7 @@ def newest_intact(checkpoints: Sequence[FoundCheckpoint]) -> tuple[FoundCheckpoi
 
 def publish(directory: OutputDirectory, staged: Path, name: str) -> None:
     """Fsync a complete checkpoint, and rename it from the staging directory to its place."""
-    if REHEARSAL.on:  # the weights are zeros, so no run may resume from them
+    if not HOOKS.has_values:  # so no run may resume from them
         shutil.rmtree(staged, ignore_errors=True)
         return
     for path in sorted(staged.rglob("*")):

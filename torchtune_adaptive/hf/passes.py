@@ -24,15 +24,14 @@ from torchtune_adaptive.engine.fsdp import FSDPModule, gathered_bytes, groups_of
 from torchtune_adaptive.engine.limits import RowLimit
 from torchtune_adaptive.engine.plans import SampleKind
 from torchtune_adaptive.engine.probes import TrainingStep, find_max_batch_size
-from torchtune_adaptive.engine.ranks import from_all_ranks, rank, world_size
+from torchtune_adaptive.engine.ranks import from_all_ranks, rank
 from torchtune_adaptive.engine.results import Totals
 from torchtune_adaptive.engine.snapshot import override_attributes
 from torchtune_adaptive.engine.step import StepRunner
 from torchtune_adaptive.errors import ConfigError, LimitExhaustedError
 from torchtune_adaptive.formatting import format_apart
-from torchtune_adaptive.hf.samples import GeneratedRow
+from torchtune_adaptive.hf.samples import GeneratedRow, share_of_rank
 from torchtune_adaptive.hf.steps import Shared, only_fsdp_communicates
-from torchtune_adaptive.rehearsal_flag import REHEARSAL
 from torchtune_adaptive.report.tables import search_table
 
 logger = logging.getLogger(__name__)
@@ -130,8 +129,7 @@ class GenerationPasses:
         unit = getattr(trainer, "pad_to_multiple_of", None) or 1
         prompt, answer = row.features["prompt_ids"].shape[1], trainer.max_completion_length
         if hasattr(dataset, "__len__") and not (trainer._is_vlm or getattr(trainer, "environment_factories", None)):
-            # A rehearsal has one rank, which reads all samples.
-            mine = range(len(dataset)) if REHEARSAL.on else range(rank(), len(dataset), world_size())
+            mine = share_of_rank(len(dataset))
             for start in range(0, len(mine), TOKENIZED):
                 tokens, *_ = trainer._tokenize_prompts([dataset[i]["prompt"] for i in mine[start : start + TOKENIZED]])
                 prompt = max(prompt, *map(len, tokens))

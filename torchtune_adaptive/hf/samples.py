@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, get_worker_info
 from torchtune_adaptive.engine.ranks import from_all_ranks, rank, world_size
 from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.hf.losses import Counts
-from torchtune_adaptive.rehearsal_flag import REHEARSAL
+from torchtune_adaptive.run_hooks import HOOKS
 
 SAMPLES_KEY = "adaptive_samples"
 """The key under which the batch of a data loader contains its CollatedBatch."""
@@ -116,7 +116,7 @@ class GeneratedRow(RawSample):
                     "return tensors with one row per completion, or scalars"
                 )
         lengths: list[list[int]] = [[]] * rows
-        if {"prompt_ids", "completion_mask"} <= tensors.keys() and not REHEARSAL.on:  # which knows no values
+        if {"prompt_ids", "completion_mask"} <= tensors.keys() and HOOKS.has_values:
             prompt, mask = tensors["prompt_ids"].shape[1], tensors["completion_mask"] != 0
             answers = (mask * torch.arange(1, mask.shape[1] + 1, device=mask.device)).amax(1)
             lengths = [[prompt + max(1, answer)] for answer in answers.tolist()]
@@ -265,6 +265,11 @@ def row_lengths_in(inputs: Mapping[str, Any]) -> list[int]:
     return (mask != 0).sum(-1).tolist()
 
 
+def share_of_rank(samples: int) -> range:
+    """Return the indices of the samples that this rank reads. Without peers, it reads all of them."""
+    return range(rank(), samples, world_size()) if HOOKS.has_peers else range(samples)
+
+
 def indices_of_largest(
     dataset: Any, collate: Callable[[list[Any]], Any], workers: int, *, collated: bool
 ) -> tuple[int, int]:
@@ -272,8 +277,7 @@ def indices_of_largest(
 
     Each rank reads its share of the dataset. If `collated`, data workers collate each sample to measure it.
     """
-    # A rehearsal has one rank, which reads all samples.
-    mine = range(len(dataset)) if REHEARSAL.on else range(rank(), len(dataset), world_size())
+    mine = share_of_rank(len(dataset))
     longest = largest = (0, 0, 0)
     if collated and rank() == 0:
         print(f"batch search · collates each of the {len(dataset)} samples, to measure them", flush=True)

@@ -38,7 +38,7 @@ from torchtune_adaptive.lifecycle.console import log_to_stderr
 from torchtune_adaptive.lifecycle.run_state import ERROR, FINISHED, STOPPED, THIS_RUN, RunPhase, saved_and_next_start
 from torchtune_adaptive.lifecycle.signals import listen, stop_listening
 from torchtune_adaptive.lifecycle.torchrun import exit_with_launcher, first_to_report, write_error_file
-from torchtune_adaptive.rehearsal_flag import REHEARSAL
+from torchtune_adaptive.run_hooks import HOOKS
 
 logger = logging.getLogger(__name__)
 
@@ -55,10 +55,10 @@ def run_recipe(recipe_type: type, keys: Collection[str] = (), remedies: Mapping[
 def _run(recipe_type: type, keys: Collection[str]) -> None:
     cfg = read_config(*config_and_overrides(sys.argv[1:]))
     check_keys(cfg, keys, log=rank() == 0)
-    if REHEARSAL.folder_without_data is not None:
+    if HOOKS.folder_without_data is not None:
         text = f"without data: samples have {length_of(cfg)} tokens" + "; answers end at once" * has_rollouts(cfg)
-        REHEARSAL.record("setting", {"text": text, "timed": not has_rollouts(cfg)})
-        cfg = with_stand_ins(cfg, REHEARSAL.folder_without_data)
+        HOOKS.record("setting", {"text": text, "timed": not has_rollouts(cfg)})
+        cfg = with_stand_ins(cfg, HOOKS.folder_without_data)
     try:
         with without_active_remedies(cfg):
             recipe = recipe_type(cfg)
@@ -156,7 +156,7 @@ def _report(error: AdaptiveError, message: str) -> None:
     text = f"{message}; {saved_and_next_start()}" if peer_failed else message
     write_error_file(f"error{on_rank}: {message}")
     print(f"\nerror{on_rank}: {text}", file=sys.stderr, flush=True)
-    REHEARSAL.record("message", {"text": text})
+    HOOKS.record("message", {"text": text})
     if not peer_failed:
         THIS_RUN.record_end(ERROR, message)
 

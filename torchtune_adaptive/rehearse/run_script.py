@@ -29,7 +29,6 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from torchtune_adaptive.null_cuda import set_card
-from torchtune_adaptive.rehearsal_flag import REHEARSAL
 from torchtune_adaptive.rehearse.device_values import LARGE, DeviceValues
 from torchtune_adaptive.rehearse.fake_ranks import FakeRanks, after_import, replace_simple_launcher
 from torchtune_adaptive.rehearse.result import NEEDS_OTHERS
@@ -43,6 +42,7 @@ from torchtune_adaptive.rehearse.start import (
 )
 from torchtune_adaptive.rehearse.step_recorder import StepRecorder, flush
 from torchtune_adaptive.rehearse.together import fork_ranks
+from torchtune_adaptive.run_hooks import HOOKS
 
 
 def main(folder: str, settings_json: str, *command: str) -> NoReturn:
@@ -55,8 +55,8 @@ def main(folder: str, settings_json: str, *command: str) -> NoReturn:
         replace_simple_launcher(run)
     recorder = StepRecorder(Path(folder, str(settings.rank)), settings)
     if settings.without_data:
-        REHEARSAL.folder_without_data = Path(folder, "output")
-        REHEARSAL.folder_without_data.mkdir()
+        HOOKS.folder_without_data = Path(folder, "output")
+        HOOKS.folder_without_data.mkdir()
 
     def start_ranks(ranks: int) -> tuple[int, Sequence[int]]:
         """Return the rank of this process, and the ranks that run."""
@@ -79,7 +79,7 @@ def main(folder: str, settings_json: str, *command: str) -> NoReturn:
 def replace_functions() -> tuple[FakeRanks, DeviceValues, set[str]]:
     """Replace the functions of torch that a null device does not support. The set receives notes for the report."""
     fake_ranks, values, notes = FakeRanks(run), DeviceValues(), set[str]()
-    REHEARSAL.on = True
+    HOOKS.has_peers = HOOKS.has_values = False
     fake_ranks.install()
     _skip_autotuning()
     _skip_writes_on_host()

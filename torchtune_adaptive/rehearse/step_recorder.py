@@ -29,13 +29,13 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils.weak import WeakIdRef
 
 from torchtune_adaptive.null_cuda import used_convolutions, used_flops, used_memory, used_workspaces
-from torchtune_adaptive.rehearsal_flag import REHEARSAL
 from torchtune_adaptive.rehearse.fake_ranks import after_import
 from torchtune_adaptive.rehearse.memory_by_holder import memory_by_holder
 from torchtune_adaptive.rehearse.recording import lines_of
 from torchtune_adaptive.rehearse.result import BRANCH, FIXED, INTEGER, NEEDS_OTHERS
 from torchtune_adaptive.rehearse.start import CannotRehearse, RankSettings
 from torchtune_adaptive.rehearse.step_trace import RECORDER
+from torchtune_adaptive.run_hooks import HOOKS
 
 _TORCH = str(Path(torch.__file__).parent)
 _HERE = str(Path(__file__).parent)
@@ -91,7 +91,7 @@ class StepRecorder:
         )
         register_optimizer_step_pre_hook(self._before_optimizer_step)
         register_optimizer_step_post_hook(self._after_optimizer_step)
-        REHEARSAL.record = self.write
+        HOOKS.record = self.write
         construct = torch.optim.Optimizer.__init__
 
         def init(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> None:

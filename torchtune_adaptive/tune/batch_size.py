@@ -30,9 +30,9 @@ from torchtune_adaptive.engine.search import Peak, SearchResult
 from torchtune_adaptive.errors import ConfigError, OneRowDoesNotFitError, Remedy
 from torchtune_adaptive.formatting import count_of
 from torchtune_adaptive.lifecycle.console import log_rank_0, progress_bar
-from torchtune_adaptive.rehearsal_flag import REHEARSAL
 from torchtune_adaptive.report.journal import SEARCH
 from torchtune_adaptive.report.tables import profile_table, search_table
+from torchtune_adaptive.run_hooks import HOOKS
 from torchtune_adaptive.tune import schedule
 from torchtune_adaptive.tune.data import Data
 from torchtune_adaptive.tune.dealing import dealer_of
@@ -265,7 +265,7 @@ def _record(
     """Log the table of a search, and record its result in the journal."""
     log_rank_0(table)
     values = asdict(result)
-    REHEARSAL.record("search", {"stage": stage, "result": values})
+    HOOKS.record("search", {"stage": stage, "result": values})
     figures |= {"stage": stage or None, "budget_bytes": result.budget_bytes, "result": values}
     loop.run.journal.record(SEARCH, loop.run.progress.step, reason, **figures)
 

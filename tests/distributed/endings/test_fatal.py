@@ -116,7 +116,11 @@ def run_tensor_parallel_ranks_that_differ(samples: tuple[int, int], limits: tupl
 
 
 @pytest.mark.parametrize(
-    ("samples", "limits", "steps"), [((8, 7), (8, 8), "8 in 1, 7 in 1"), ((8, 8), (8, 4), "8 in 1, 8 in 2")]
+    ("samples", "limits", "steps"),
+    [
+        ((8, 7), (8, 8), "8 samples in 1 microbatch, 7 samples in 1 microbatch"),
+        ((8, 8), (8, 4), "8 samples in 1 microbatch, 8 samples in 2 microbatches"),
+    ],
 )
 def test_tensor_parallel_ranks_with_other_numbers_end_together(
     samples: tuple[int, int], limits: tuple[int, int], steps: str
