@@ -94,11 +94,7 @@ class SampleTooLargeError(AdaptiveError):
 
 
 class SampleError(AdaptiveError):
-    """A sample cannot be read, or the model cannot process it. The message names its index."""
-
-
-class SampleTooLongError(ConfigError):
-    """A sample is longer than the model's maximum sequence length."""
+    """A sample cannot be read. The message names its index."""
 
 
 class NotLearningError(AdaptiveError):

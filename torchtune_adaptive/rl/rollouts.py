@@ -21,7 +21,7 @@ from torchtune_adaptive.engine.ranks import from_all_ranks, rank, world_size
 from torchtune_adaptive.tune.checked_dataset import CheckedDataset
 from torchtune_adaptive.tune.data import Data, Tokenizer, build_dataset, data_of
 from torchtune_adaptive.tune.distributed import Meshes
-from torchtune_adaptive.tune.samples import TEXT, Sample
+from torchtune_adaptive.tune.samples import Sample
 
 LOG_PROBS, REFERENCE_LOG_PROBS, VALUES, SCORE = "log-probabilities", "reference", "values", "score"
 ADVANTAGES, RETURNS = "advantages", "returns"
@@ -160,7 +160,7 @@ def build_prompts(settings: Settings, tokenizer: Tokenizer, mesh: Meshes) -> Dat
         raise NotImplementedError("the stages build their own batches of rollouts")
 
     dataset, packed = build_dataset(settings.config, tokenizer)
-    samples = CheckedDataset(dataset, TEXT, labelled=False)
+    samples = CheckedDataset(dataset)
     data = data_of(samples, collate, settings, tokenizer, mesh, packed=packed)
     samples.truncate_at = data.max_seq_len  # not every dataset truncates through its tokenizer
     return data

@@ -28,7 +28,7 @@ from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.formatting import size_for_rank
 from torchtune_adaptive.lifecycle.console import log_rank_0
 from torchtune_adaptive.report.journal import Journal
-from torchtune_adaptive.tune.checked_dataset import max_seq_len_of, vocabulary_of
+from torchtune_adaptive.tune.checked_dataset import max_seq_len_of
 from torchtune_adaptive.tune.data import Data, StepLoader
 from torchtune_adaptive.tune.dealing import Dealer
 from torchtune_adaptive.tune.distributed import free_setup_memory, join, leave, set_cpu_threads
@@ -146,7 +146,7 @@ class TrainingLoop:
             )
         run.progress = replace(run.progress, dataset_samples=samples)
         trained = stages.training.model
-        data.dataset.vocabulary, data.dataset.most_tokens = vocabulary_of(trained), max_seq_len_of([trained])
+        data.dataset.most_tokens = max_seq_len_of([trained])
         self._losses = LossWatch(run.settings.adaptive.max_skipped_steps)
         self._profiler = StepProfiler(run.settings.config, run.devices.device)
         self._stopping = False

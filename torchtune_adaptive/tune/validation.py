@@ -25,7 +25,6 @@ from torchtune_adaptive.engine.results import Totals
 from torchtune_adaptive.engine.snapshot import RngState
 from torchtune_adaptive.engine.step import Stages, StepRunner
 from torchtune_adaptive.errors import ConfigError, SampleError
-from torchtune_adaptive.tune.checked_dataset import max_seq_len_of, vocabulary_of
 from torchtune_adaptive.tune.data import Data
 from torchtune_adaptive.tune.images import with_equal_tiles
 from torchtune_adaptive.tune.samples import Sample
@@ -97,7 +96,6 @@ class Validation:
         for runner in self.stages.values():
             runner.trains = False
         self._model = self.stages.training.model
-        data.dataset.vocabulary, data.dataset.most_tokens = vocabulary_of(self._model), max_seq_len_of([self._model])
 
     def is_due(self, progress: Progress) -> bool:
         """Return True after every `run_val_every_n_steps` steps, unless this step is already validated."""
