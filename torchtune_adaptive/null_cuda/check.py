@@ -131,6 +131,94 @@ class Recording:
         return calls[-1]
 
 
+_Heads = defaultdict[tuple[Lane, int], dict[str, str]]
+"""By lane and position: what each side calls there."""
+
+
+class _Machine:
+    """The hosts and streams of all ranks, each with a queue of instructions."""
+
+    def __init__(self, replay: Replay) -> None:
+        self._replay, self._ranks = replay, replay.recordings
+        self._queues = {
+            (name, thread): deque(commands)
+            for name, recording in self._ranks.items()
+            for thread, commands in recording.threads.items()
+        }
+        self._hosts = {*self._queues}
+        self._done = Counter[tuple[str, str]]()
+        """By rank and event: how often it was recorded, and calls completed."""
+        self._issued: _Heads = defaultdict(dict)
+        """Calls that hosts have issued."""
+        self._reached: _Heads = defaultdict(dict)
+        """Calls that have come to the head of their queue."""
+
+    def run(self) -> None:
+        """Run all hosts and streams until nothing can move."""
+        moves = True
+        while moves:
+            moves = False
+            for (rank, stream), queue in [*self._queues.items()]:
+                while queue and ((not stream and queue[0].kind in _ON_STREAM) or not self._waits(rank, queue[0])):
+                    moves = True
+                    self._execute(rank, stream, queue.popleft())
+
+    def stuck(self) -> list[tuple[NcclCall, list[str]]]:
+        """Return the first call of each rank that still waits, with the sides that do not meet it."""
+        first: dict[str, tuple[NcclCall, list[str]]] = {}
+        for command in (queue[0] for queue in self._queues.values() if queue):
+            for call in command.calls:
+                sides = self._missing(call, command)
+                if sides and (call.rank not in first or call.order < first[call.rank][0].order):
+                    first[call.rank] = call, sides
+        return [first[name] for name in self._ranks if name in first]
+
+    def _execute(self, rank: str, stream: str, command: _Instruction) -> None:
+        if not stream and command.kind in _ON_STREAM:  # a host issues it
+            self._queues.setdefault((rank, command.subject), deque()).append(command)
+            for call in command.calls:
+                self._issued[call.lane, call.position][call.side] = call.what
+        elif command.kind in ("call", "record"):
+            number = command.number + (command.kind == "call")
+            self._done[rank, command.event] = max(self._done[rank, command.event], number)
+
+    def _waits(self, rank: str, command: _Instruction) -> bool:
+        """Return True if the instruction at the head of a queue cannot be executed yet."""
+        for call in command.calls:
+            self._reached[call.lane, call.position][call.side] = call.what
+        met = not any(self._missing(call, command) for call in command.calls)
+        match command.kind:
+            case "call" | "wait":
+                return not met or self._done[rank, command.event] < command.number
+            case "event":
+                return self._done[rank, command.subject] < command.number
+            case "stream":
+                return bool(self._queues.get((rank, command.subject)))
+            case "device":
+                streams = (key for key in self._queues if key[0] == rank and key not in self._hosts)
+                return any(self._queues[key] for key in streams if not key[1].startswith(NO_STREAM))
+        return not met
+
+    def _missing(self, call: NcclCall, command: _Instruction) -> list[str]:
+        """Return the sides that do not meet a call; "" for ranks without a recording."""
+        heads = self._issued if command.kind == "await" else self._reached
+        there, sides = heads[call.lane, call.position], self._replay.lanes[call.lane]
+        found = [
+            side
+            for side, (rank, calls) in sides.items()
+            if there.get(side) != call.what and not (self._may_call(rank) and len(calls) < call.position)
+        ]
+        size = self._ranks[call.rank].places[call.lane[0]][1]
+        if self._replay.all_ranks and ">" not in call.lane[1] and len(sides) < size:
+            late = [rank for rank in self._replay.running if rank not in sides and self._may_call(rank)]
+            found += [""] * (len(sides) + len(late) < size)
+        return found
+
+    def _may_call(self, rank: str) -> bool:
+        """Return True if the rank may make further calls."""
+        return rank in self._replay.running and not self._queues.get((rank, ""))
+
+
 class Replay:
     """What a replay of the recordings in a folder has found."""
 
@@ -138,16 +226,18 @@ class Replay:
         """The ranks `running` may make further calls. With `all_ranks=False`, some ranks have no recording."""
         found = map(Recording, Path(folder).glob("rank*"))
         self.recordings = {each.name: each for each in sorted(found, key=lambda each: (len(each.name), each.name))}
-        self._running, self._all_ranks = running, all_ranks
-        self._lanes: dict[Lane, dict[str, tuple[str, list[NcclCall]]]] = {}
+        self.running, self.all_ranks = running, all_ranks
+        self.lanes: dict[Lane, dict[str, tuple[str, list[NcclCall]]]] = {}
         """For each lane its sides, with their rank and their calls. A side without calls is a side, too."""
         for lane in {lane: None for rank in self.recordings.values() for lane, _ in rank.calls}:
-            self._lanes[lane] = {side: (rank, self.recordings[rank].calls[lane, verb])
+            self.lanes[lane] = {side: (rank, self.recordings[rank].calls[lane, verb])
                                  for rank, verb, side in self._sides(lane)}  # fmt: skip
-        lanes = [sides for (_, between), sides in self._lanes.items() if between != _CREATION]
+        lanes = [sides for (_, between), sides in self.lanes.items() if between != _CREATION]
         self.calls = sum(max(len(calls) for _, calls in sides.values()) for sides in lanes)
         """Calls compared; a call that several ranks make together counts once."""
-        self.waiting = self._replay()
+        machine = _Machine(self)
+        machine.run()
+        self.waiting = [Waiting(call, [self._other(call, side) for side in sides]) for call, sides in machine.stuck()]
 
     def members(self, group: str) -> list[str]:
         """Return the ranks of a communicator."""
@@ -165,75 +255,14 @@ class Replay:
         ends = zip(between.split(">"), ("sends", "receives"), strict=True)
         return [(places[place], verb, f"{places[place]} {verb}") for place, verb in ends if place in places]
 
-    def _replay(self) -> list[Waiting]:
-        """Run all hosts and streams until nothing can move. Return the first call of each rank that waits then."""
-        names = self.recordings
-        queues = {(name, thread): deque(commands) for name in names for thread, commands in names[name].threads.items()}
-        hosts = {*queues}
-        done = Counter[tuple[str, str]]()
-        issued = defaultdict[tuple[Lane, int], dict[str, str]](dict)
-        reached = defaultdict[tuple[Lane, int], dict[str, str]](dict)
-
-        def may_come(rank: str) -> bool:
-            return rank in self._running and not queues.get((rank, ""))
-
-        def missing(call: NcclCall, where: dict[tuple[Lane, int], dict[str, str]]) -> list[str]:
-            """Return the sides that do not meet a call."""
-            there, sides = where[call.lane, call.position], self._lanes[call.lane]
-            found = [side for side, (rank, calls) in sides.items() if there.get(side) != call.what
-                     and not (may_come(rank) and len(calls) < call.position)]  # fmt: skip
-            size = names[call.rank].places[call.lane[0]][1]
-            if self._all_ranks and ">" not in call.lane[1] and len(sides) < size:
-                late = [rank for rank in self._running if rank not in sides and not queues.get((rank, ""))]
-                found += [""] * (len(sides) + len(late) < size)
-            return found
-
-        def waits(rank: str, command: _Instruction) -> bool:
-            for call in command.calls:
-                reached[call.lane, call.position][call.side] = call.what
-            met = not any(missing(call, issued if command.kind == "await" else reached) for call in command.calls)
-            match command.kind:
-                case "call":
-                    return not met or done[rank, command.event] < command.number
-                case "event":
-                    return done[rank, command.subject] < command.number
-                case "stream":
-                    return bool(queues.get((rank, command.subject)))
-                case "device":
-                    streams = (key for key in queues if key[0] == rank and key not in hosts)
-                    return any(queues[key] for key in streams if not key[1].startswith(NO_STREAM))
-            return not met or (command.kind == "wait" and done[rank, command.event] < command.number)
-
-        moves = True
-        while moves:
-            moves = False
-            for (rank, stream), queue in [*queues.items()]:
-                while queue and ((not stream and queue[0].kind in _ON_STREAM) or not waits(rank, queue[0])):
-                    command, moves = queue.popleft(), True
-                    if not stream and command.kind in _ON_STREAM:
-                        queues.setdefault((rank, command.subject), deque()).append(command)
-                        for call in command.calls:
-                            issued[call.lane, call.position][call.side] = call.what
-                    elif command.kind in ("call", "record"):
-                        done[rank, command.event] = max(
-                            done[rank, command.event], command.number + (command.kind == "call")
-                        )
-        first: dict[str, Waiting] = {}
-        for command in (queue[0] for queue in queues.values() if queue):
-            for call in command.calls:
-                sides = missing(call, issued if command.kind == "await" else reached)
-                if sides and (call.rank not in first or call.order < first[call.rank].call.order):
-                    first[call.rank] = Waiting(call, [self._other(call, side) for side in sides])
-        return [first[name] for name in names if name in first]
-
     def _other(self, like: NcclCall, side: str) -> Other:
-        rank, calls = self._lanes[like.lane][side] if side else ("", [])
+        rank, calls = self.lanes[like.lane][side] if side else ("", [])
         return Other(rank, side, calls[like.position - 1] if len(calls) >= like.position else None)
 
     def pairs(self, call: NcclCall, rank: str) -> Iterator[tuple[NcclCall, NcclCall | None]]:
         """Yield this and earlier calls at which another rank is at another line, each pair of lines once."""
         mine = self.recordings[call.rank].calls[call.lane, call.verb][: call.position]
-        others = (calls for name, calls in self._lanes[call.lane].values() if name == rank)
+        others = (calls for name, calls in self.lanes[call.lane].values() if name == rank)
         pairs = zip_longest(mine, next(others, [])[: call.position])
         different: dict[tuple[str, str | None], tuple[NcclCall, NcclCall | None]] = {}
         for one, other in pairs:
