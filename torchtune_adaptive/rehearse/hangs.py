@@ -55,7 +55,7 @@ def explain(replay: Replay, ended: Mapping[str, Ended]) -> dict[str, Any]:
     return {
         "waits": [_wait(replay, waiting) for waiting in sorted(groups.values(), key=len, reverse=True)],
         "others": [{"ranks": _numbers(names), "does": does, **_place(at)} for (does, at), names in others.items()],
-        "cause": _cause(replay, ended),
+        "cause": next(filter(None, _causes(replay, ended)), ""),
     }
 
 
@@ -116,34 +116,36 @@ def _place_lines(each: Mapping[str, Any]) -> list[str]:
     return [f"    at {each['lines'][0]}: {each['source']}{led}"] if each["lines"] else []
 
 
-def _cause(replay: Replay, ended: Mapping[str, Ended]) -> str:
-    """Return the likely cause, or "" if none is known."""
+def _causes(replay: Replay, ended: Mapping[str, Ended]) -> Iterator[str]:
+    """Yield possible causes, the likeliest first; "" where an explanation does not apply."""
     missing = [(waiting.call, other) for waiting in replay.waiting for other in waiting.others]
     stuck = {each.call.rank: each.call for each in replay.waiting}
-    for _, other in missing:
-        if other.rank not in stuck and (how := ended.get(other.rank)) and how.error:
-            at = f" at {how.lines.split(' < ')[0]}" if how.lines else ""
-            if _UNUSED in how.error:
-                return f"{other.rank} used other parameters than its peers: pass find_unused_parameters=True to DDP"
-            return f"{other.rank} raised {how.error}{at}, and the others wait for it"
-    for call, other in missing:
-        if other.call and (found := _difference(call, other.call)):
-            return found
-    if same := [call for call, other in missing if other.call and other.call.what == call.what]:
-        return _order(same)
+    yield from (_error(other.rank, ended.get(other.rank)) for _, other in missing if other.rank not in stuck)
+    met = [(call, other.call) for call, other in missing if other.call]
+    yield from (_difference(call, other) for call, other in met)
+    yield _order([call for call, other in met if other.what == call.what])
     for call, other in missing:
         if ">" in call.lane[1] and not other.call:
             verb = "receive" if call.verb == "sends" else "send"
-            return f"{call.rank} {call.verb} a message, and {other.rank} has no {verb} for it"
+            yield f"{call.rank} {call.verb} a message, and {other.rank} has no {verb} for it"
     for explained in (_branch, _left_loop):
         for call, other in missing:
-            for mine, theirs in replay.pairs(call, other.rank):
-                theirs = theirs or stuck.get(other.rank)
-                found = explained(replay, mine, theirs, other.rank)
-                if found := found or (explained(replay, theirs, mine, call.rank) if theirs else ""):
-                    return found
+            for mine, found in replay.pairs(call, other.rank):
+                theirs = found or stuck.get(other.rank)
+                yield explained(replay, mine, theirs, other.rank)
+                yield explained(replay, theirs, mine, call.rank) if theirs else ""
     lanes = {call.lane[0]: call for call, other in missing if other.rank in stuck}
-    return _order([*lanes.values()]) if len(lanes) > 1 else ""
+    yield _order([*lanes.values()] if len(lanes) > 1 else [])
+
+
+def _error(rank: str, how: Ended | None) -> str:
+    """Return the cause if the rank has raised an error."""
+    if how is None or not how.error:
+        return ""
+    if _UNUSED in how.error:
+        return f"{rank} used other parameters than its peers: pass find_unused_parameters=True to DDP"
+    at = f" at {how.lines.split(' < ')[0]}" if how.lines else ""
+    return f"{rank} raised {how.error}{at}, and the others wait for it"
 
 
 def _difference(call: NcclCall, other: NcclCall) -> str:
@@ -161,6 +163,9 @@ def _kind_and_tensor(what: str) -> tuple[str, tuple[str, str]]:
 
 
 def _order(calls: Sequence[NcclCall]) -> str:
+    """Return the cause if ranks wait for each other in these calls."""
+    if not calls:
+        return ""
     if all(">" in call.lane[1] for call in calls):
         return "ranks send to each other before they receive: use batch_isend_irecv"
     return "the ranks use communicators in different orders: make these calls in the same order on all ranks"
