@@ -316,8 +316,9 @@ GPU_PARTS = {
 
 
 def on_a_gpu(folder: Path = RESULTS) -> str:
-    """Return the table of a GPU's measurements and where they were made; parts without a result are marked."""
+    """Return the table of a GPU's measurements, where they were made, and the parts without a result."""
     shown = ["| part | measurement | result |", "|---|---|---|"]
+    missing = []
     places = defaultdict[str, list[str]](list)
     for part, what in GPU_PARTS.items():
         name = part.__name__.removeprefix("gpu_")
@@ -328,8 +329,13 @@ def on_a_gpu(folder: Path = RESULTS) -> str:
                 result += "" if found["status"] == "done" else f" ({found['status']})"
                 about = found["machine"]
                 places[f"{about['gpu']}, torch {about['torch']}, {about['date']}"].append(name)
-        shown.append(f"| {name} | {what} | {result or 'not measured yet'} |")
+        if result:
+            shown.append(f"| {name} | {what} | {result} |")
+        else:
+            missing.append(name)
     shown += [f"\n{place}: {', '.join(names)}" for place, names in places.items()]
+    if missing:
+        shown.append(f"\nNot measured yet: {', '.join(missing)}")
     return "\n".join(shown) + "\n"
 
 
