@@ -154,22 +154,6 @@ def _matched(rows: list[Row]) -> str:
     )
 
 
-def over_nccl(folder: Path = RESULTS) -> str:
-    """Return a table of the cases over NCCL, by backend."""
-    with naming("nccl", folder):
-        backends = defaultdict[str, list[Row]](list)
-        for row in rows_of("nccl", folder):
-            backends[row["backend"]].append(row)
-    shown = [
-        "| backend | cases | operations | recovered | calls compared | mismatches | deadlocks |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    for backend, rows in sorted(backends.items()):
-        sums = (f"{sum(row[key] for row in rows):,}" for key in ("injected", "recovered", *CALLS))
-        shown.append(f"| {backend} | {len({row['case'] for row in rows})} | {' | '.join(sums)} |")
-    return "\n".join(shown) + "\n"
-
-
 SEARCHES = ("linear", "accelerate", "Lightning, power", "Lightning, binsearch")
 """Prefixes of the names of the searches; this package's is the first."""
 LARGE = {"pause": "pause", "resuming": "resume"}
@@ -346,7 +330,6 @@ def begin(name: str) -> str:
 TABLES = {
     "measured at a glance": glance,
     "measured": table,
-    "measured over NCCL": over_nccl,
     "measured on a GPU": on_a_gpu,
 }
 
