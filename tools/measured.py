@@ -65,15 +65,6 @@ def overhead(rows: list[Row]) -> tuple[str, str]:
     return what, f"{', '.join(cells)}; medians, single pairs {spread}"
 
 
-def startup(rows: list[Row]) -> tuple[str, str]:
-    (row,) = rows
-    return (
-        "CPU time from `tune run` to the end of the first step, relative to torchtune's, one process",
-        f"{row['ratio']:.2f} (median; single pairs {row['lowest']:.2f} to {row['highest']:.2f}): "
-        f"{row['ours cpu s']:.1f} s and {row['stock cpu s']:.1f} s, most of it imports of torch and torchtune",
-    )
-
-
 def trainer(rows: list[Row]) -> tuple[str, str]:
     cells = [
         f"{row['ratio']:.2f} ({row['placement']}{', accumulating' * (row['ranks'] > 1 and row['microbatches'] > 1)})"
@@ -131,38 +122,11 @@ def packing(rows: list[Row]) -> tuple[str, str]:
     )
 
 
-def dealing(rows: list[Row]) -> tuple[str, str]:
-    ranks = sorted({row["ranks"] for row in rows})
-    dealt, stayed = (span((row[key] for row in rows), 2) for key in ("dealt", "stayed"))
-    what = f"step time relative to a perfectly balanced step, simulated for {ranks[0]} to {ranks[-1]} ranks"
-    return what, f"{dealt} if samples are distributed over the ranks by cost, {stayed} otherwise"
-
-
-def saves(rows: list[Row]) -> tuple[str, str]:
-    cells = [f"{row['checkpoint']} {row['ours s']:.2f} ({row['stock s']:.2f})" for row in rows]
-    size = span(row["MiB"] for row in rows)
-    return f"pause for a checkpoint in seconds (torchtune's in parentheses), 2 ranks, {size} MiB", ", ".join(cells)
-
-
 def large_saves(rows: list[Row]) -> tuple[str, str]:
     stock, ours = rows
-    cells = [f"{what} {ours[f'{key} s']:.1f} ({stock[f'{key} s']:.1f})" for what, key in LARGE.items()]
-    return f"the same for one checkpoint of {ours['GB']:.1f} GB, and the time until a resumed run can train", ", ".join(
-        cells
-    )
-
-
-def stages(rows: list[Row]) -> tuple[str, str]:
-    return "DPO: CPU time with one limit for both stages, relative to one limit per stage, 2 ranks", _over(rows)
-
-
-def rollouts(rows: list[Row]) -> tuple[str, str]:
-    what = "reinforcement learning: CPU time with one limit for all stages, relative to one limit per stage, 2 ranks"
-    return what, _over(rows)
-
-
-def _over(rows: list[Row]) -> str:
-    return ", ".join(f"{row['ratio by CPU time']:.2f} ({row['shape']})" for row in rows)
+    cells = [f"{what} {ours[f'{key} s']:.1f} s ({stock[f'{key} s']:.1f} s)" for what, key in LARGE.items()]
+    what = "pause for a checkpoint, and time until a resumed run can train (torchtune's in parentheses)"
+    return f"{what}, {ours['GB']:.1f} GB, 2 ranks", ", ".join(cells)
 
 
 def faults(rows: list[Row]) -> tuple[str, str]:
@@ -190,38 +154,12 @@ def _matched(rows: list[Row]) -> str:
     )
 
 
-def over_nccl(folder: Path = RESULTS) -> str:
-    """Return a table of the cases over NCCL: full and hybrid sharding, and all others, for each backend."""
-    with naming("nccl", folder):
-        rows = rows_of("nccl", folder)
-        versions = sorted({row["torch"] for row in rows})
-        shown = [
-            f"| backend | cases | operations (torch {' / '.join(versions)}) | recovered | calls compared | "
-            "mismatches | deadlocks |",
-            "|---|---|---|---|---|---|---|",
-        ]
-        groups = defaultdict[tuple[str, str], list[Row]](list)
-        for row in rows:
-            case = row["case"].partition(",")[0]
-            groups[row["backend"], case if case in ("plain", "hybrid") else "other"].append(row)
-        for (backend, kind), alike in sorted(groups.items()):
-            tried = (sum(row["injected"] for row in alike if row["torch"] == each) for each in versions)
-            counts = (f"{sum(row[key] for row in alike):,}" for key in ("recovered", *CALLS))
-            number = count_of(len({row["case"] for row in alike}), "case", "cases")
-            operations = " / ".join(f"{each:,}" if each else "–" for each in tried)
-            shown.append(f"| {backend} | {kind}: {number} | {operations} | {' | '.join(counts)} |")
-    return "\n".join(shown) + "\n"
-
-
 SEARCHES = ("linear", "accelerate", "Lightning, power", "Lightning, binsearch")
 """Prefixes of the names of the searches; this package's is the first."""
 LARGE = {"pause": "pause", "resuming": "resume"}
 FAULTS = ("injected", "recovered", "hung", "wrong gradient")
 CALLS = ("calls", "mismatches", "deadlocks")
-LINES = (
-    *(overhead, startup, trainer, ddp, searches, recovery, saves, large_saves, packing, dealing, stages, rollouts),
-    *(faults, nccl),
-)
+LINES = (faults, nccl, overhead, trainer, ddp, searches, recovery, large_saves, packing)
 """Each function is named after its file of results and returns the cells of a line."""
 
 
@@ -362,8 +300,9 @@ GPU_PARTS = {
 
 
 def on_a_gpu(folder: Path = RESULTS) -> str:
-    """Return the table of a GPU's measurements and where they were made; parts without a result are marked."""
+    """Return the table of a GPU's measurements, where they were made, and the parts without a result."""
     shown = ["| part | measurement | result |", "|---|---|---|"]
+    missing = []
     places = defaultdict[str, list[str]](list)
     for part, what in GPU_PARTS.items():
         name = part.__name__.removeprefix("gpu_")
@@ -374,8 +313,13 @@ def on_a_gpu(folder: Path = RESULTS) -> str:
                 result += "" if found["status"] == "done" else f" ({found['status']})"
                 about = found["machine"]
                 places[f"{about['gpu']}, torch {about['torch']}, {about['date']}"].append(name)
-        shown.append(f"| {name} | {what} | {result or 'not measured yet'} |")
+        if result:
+            shown.append(f"| {name} | {what} | {result} |")
+        else:
+            missing.append(name)
     shown += [f"\n{place}: {', '.join(names)}" for place, names in places.items()]
+    if missing:
+        shown.append(f"\nNot measured yet: {', '.join(missing)}")
     return "\n".join(shown) + "\n"
 
 
@@ -386,7 +330,6 @@ def begin(name: str) -> str:
 TABLES = {
     "measured at a glance": glance,
     "measured": table,
-    "measured over NCCL": over_nccl,
     "measured on a GPU": on_a_gpu,
 }
 
