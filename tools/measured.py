@@ -84,7 +84,7 @@ def ddp(rows: list[Row]) -> tuple[str, str]:
         for (ranks, batches), ratios in groups.items()
     ]
     spread = f"{min(row['lowest'] for row in rows):.2f} to {max(row['highest'] for row in rows):.2f}"
-    what = "CPU time per step of whole models with 30 or 600 trained parameters, relative to DistributedDataParallel"
+    what = "CPU time per step of unsharded models with 30 or 600 trained tensors, relative to DistributedDataParallel"
     return what, f"{', '.join(cells)}; medians, single pairs {spread}"
 
 
