@@ -186,17 +186,17 @@ def outcome(trainer: str, placement: str, extra: str, folder: Path, **config_opt
         steps *= 2
         config_options |= {"save_strategy": "steps", "save_steps": steps // 2}
 
-    def run(*args: Any, **kwargs: Any) -> Any:
-        given = options(folder, trainer, steps, **config_options)
+    def run(name: str, *args: Any, **kwargs: Any) -> Any:
+        given = options(folder / name, trainer, steps, **config_options)
         if extra == "LoRA":
             given["peft_config"] = LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"])
-        return train(folder, *args, **given, **kwargs)
+        return train(folder / name, *args, **given, **kwargs)
 
-    stock = run(base=base)
+    stock, adaptive = run("stock", base=base), AdaptiveArguments(regrow_after=0)
     gc.freeze()  # each recovery collects garbage, which would look at all imported modules
     if resumes:
-        run(AdaptiveArguments(regrow_after=0), base=failing, callbacks=[StopAt(steps // 2)])
-    ours = run(AdaptiveArguments(regrow_after=0), base=failing, resume=resumes or None)
+        run("adaptive", adaptive, base=failing, callbacks=[StopAt(steps // 2)])
+    ours = run("adaptive", adaptive, base=failing, resume=resumes or None)
     injected: Counter[str] = sum((each.injected for each in FailingPasses.kept), Counter())
     recoveries = {name: ours.column(f"oom_recoveries/{name}")[-1] for name in injected if name != TRAINING}
     recoveries[TRAINING] = ours.column("oom_recoveries")[-1]
