@@ -187,10 +187,11 @@ def outcome(trainer: str, placement: str, extra: str, folder: Path, **config_opt
         config_options |= {"save_strategy": "steps", "save_steps": steps // 2}
 
     def run(name: str, *args: Any, **kwargs: Any) -> Any:
-        given = options(folder / name, trainer, steps, **config_options)
+        given = options(folder, trainer, steps, **config_options)
+        given["arguments"].output_dir = str(folder / name)
         if extra == "LoRA":
             given["peft_config"] = LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"])
-        return train(folder / name, *args, **given, **kwargs)
+        return train(folder, *args, **given, **kwargs)
 
     stock, adaptive = run("stock", base=base), AdaptiveArguments(regrow_after=0)
     gc.freeze()  # each recovery collects garbage, which would look at all imported modules
