@@ -188,6 +188,30 @@ def test_card_memory_uses_no_host_memory(on_null: OnNull) -> None:
     assert on_null(resident) < 64 * MIB
 
 
+def beside_an_engine_of_this_process() -> list[tuple[int, int]]:
+    """Read memory as TRL's colocated vLLM changes it: its pool sleeps, wakes up for a generation, and sleeps again.
+
+    vLLM allocates weights and caches in a pool of torch. When it sleeps, it unmaps the memory, but torch counts it on.
+    Return each time the room between peak and budget, and the memory that is free while the engine is awake.
+    """
+    in_use, engine, libraries = 4 * GIB, 30 * GIB, 2 * GIB
+    pool, held = torch.cuda.MemPool(), [take(in_use)]
+    with torch.cuda.use_mem_pool(pool):
+        held.append(take(engine))
+    assert torch.cuda.memory_reserved() == torch.cuda.max_memory_allocated() == in_use + engine
+    memory, (_, total) = CudaMemory(), torch.cuda.mem_get_info()
+    free_awake, rooms = total - in_use - engine - libraries, []
+    for free in (free_awake + engine, free_awake, free_awake + engine):
+        with mock.patch("torch.cuda.mem_get_info", return_value=(free, total)):
+            rooms.append((memory.budget_bytes - memory.peak_bytes, free_awake))
+    return rooms
+
+
+def test_room_beside_a_sleeping_engine_of_this_process_is_that_beside_the_awake_one(on_null: OnNull) -> None:
+    for room, free_awake in on_null(beside_an_engine_of_this_process):
+        assert 0.9 * free_awake < room <= free_awake
+
+
 def beside_an_engine() -> list[int]:
     """Return the budget before another process takes 30 GiB, while it holds them, and after it has released 20."""
     memory, (free, total) = CudaMemory(), torch.cuda.mem_get_info()

@@ -175,7 +175,10 @@ class GenerationPasses:
         try:
             with torch.inference_mode(False):
                 runner.run(range(len(work.inputs["input_ids"])), step=self._trainer.state.global_step + 1)
-            callbacks[STATE] = {name: each.state_dict() for name, each in self._runners.items()}
+            # After a resume, passes that have not run yet keep the state of the checkpoint.
+            callbacks[STATE] = callbacks.get(STATE, {}) | {
+                name: each.state_dict() for name, each in self._runners.items()
+            }
             return [*self._results]
         finally:
             self._results.clear()

@@ -324,6 +324,8 @@ class OptimizerSteps:
         reason = None if reproducible else NOT_REPRODUCIBLE
         if len(set(from_all_ranks(rows))) > 1:  # one rank might split a step while another does not
             reason = "the ranks have batches of different sizes; use equal ones"
+        if getattr(self.trainer, "calculate_KL", False):  # which the check of the loss sees only after some steps
+            reason = f"KTO's default loss compares samples, {NOT_SPLIT}; for example loss_type='apo_zero_unpaired'"
         if reason is None and rows > 1:
             reason = self._find_reduction()
         elif reason is None and world_size() > 1:
