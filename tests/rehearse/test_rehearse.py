@@ -383,7 +383,8 @@ def test_new_optimizers_take_steps_and_replayed_graphs_do_not(rehearse: Rehearse
 @pytest.mark.parametrize(
     ("script", "expected"),
     [
-        ("raise ValueError('no such data')", "no answer: the script failed in step 1 at train.py:1: ValueError: no such data"),
+        ("raise ValueError('no such data')", "no answer: the script failed in step 1 at train.py:1: ValueError: "
+         "no such data"),
         ("import os; os.write(2, b'error: no such data\\n50 %'); exit(1)", "no answer: the script failed in step 1 "
          "at train.py:1: error: no such data"),
         ("print(1)", "no answer: the script took no optimizer step, but its process allocated no GPU memory"),
