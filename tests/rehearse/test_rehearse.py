@@ -730,6 +730,7 @@ def test_arithmetic_on_integers_of_the_host_gives_sizes_and_masks(rehearse: Rehe
 
         grids = torch.tensor([[1, 28, 28], [2, 14, 14]]).cuda()
         assert (grids.prod(-1) // 4).tolist() == [196, 98]
+        assert list(range(0, ((grids != 14).sum() / 3).ceil().to(torch.int64) * 3, 3)) == [0, 3]
         patches = torch.repeat_interleave(grids[:, 1] * grids[:, 2], grids[:, 0])
         ends = pad(patches.cumsum(0, dtype=torch.int32), (1, 0))
         assert (ends[1:] - ends[:-1]).tolist() == [784, 196, 196]
