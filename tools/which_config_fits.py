@@ -165,8 +165,8 @@ def examples(file: Path) -> list[str]:
         allocated, reserved = (f"{row[f'{each}_bytes'] / 2**30:.2f} GiB" for each in ("allocated", "reserved"))
         rate = f"{row['tokens_per_second']:,.0f}" if row["tokens_per_second"] else ""
         options = " ".join(OPTION.findall(commands[row["case"]])).replace("--", "")
-        cells = row["case"].rpartition(", ")[0], options, row["gpu"], row["ranks"], allocated, reserved
-        cells += "yes" if row["fits"] else "no", rate, fits_smaller(row), f"{row['cpu_s']:.0f}"
+        cells = [row["case"].rpartition(", ")[0], options, row["gpu"], row["ranks"], allocated, reserved]
+        cells += ["yes" if row["fits"] else "no", rate, fits_smaller(row), f"{row['cpu_s']:.0f}"]
         lines.append(f"| {' | '.join(map(str, cells))} |")
     later = [name.rpartition(", ")[0] for name in commands.keys() - {row["case"] for row in rows}]
     return [*lines, "", missing.strip(), *[f"- not yet: {', '.join(sorted(later))}"] * bool(later)]
