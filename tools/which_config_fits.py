@@ -169,7 +169,7 @@ def examples(file: Path) -> list[str]:
         cells += ["yes" if row["fits"] else "no", rate, fits_smaller(row), f"{row['cpu_s']:.0f}"]
         lines.append(f"| {' | '.join(map(str, cells))} |")
     later = [name.rpartition(", ")[0] for name in commands.keys() - {row["case"] for row in rows}]
-    return [*lines, "", missing.strip(), *[f"- not yet: {', '.join(sorted(later))}"] * bool(later)]
+    return [*lines, "", missing.strip(), *[f"- not yet: {'; '.join(sorted(later))}"] * bool(later)]
 
 
 def main() -> None:
