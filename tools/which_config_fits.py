@@ -24,7 +24,9 @@ from torchtune_adaptive.config.registry import FULL, FULL_DPO, LORA, LORA_DPO, N
 from torchtune_adaptive.config.stand_ins import length_of
 from torchtune_adaptive.formatting import count_of
 from torchtune_adaptive.rehearse import rehearse
+from torchtune_adaptive.rehearse.cases import read_cases
 from torchtune_adaptive.rehearse.gpus import GPUS
+from torchtune_adaptive.rehearse.start import overhead_of
 from torchtune_adaptive.rehearse.sweep import SweepRow
 
 PAGE = Path(__file__).parent.parent / "docs" / "which-config-fits.md"
@@ -50,11 +52,15 @@ In DPO, a row is a pair, and the microbatch is the smaller of those of the polic
 """
 
 
-NOT_REHEARSED = (
-    "- TRL's example scripts, transformers' PyTorch examples and torchtitan's configs. Scripts with their trainers\n"
-    "  [were rehearsed](rehearsing.md#scripts-that-were-tested), and torchtitan's Llama 3.1 8B and a mixture\n"
-    "  [by command](torchtitan.md#rehearsals-of-the-trainer)"
+EXAMPLES = RESULTS.parent / "examples"
+"""The folder of files of cases for other projects, each with a text."""
+SMALLER = "4090"
+"""A GPU of which the page says whether a script fits, too, from its peak on the GPU of the case."""
+OPTION = re.compile(
+    r"--(?:model_name|teacher_model|reward_model|per_device_train|gradient_acc|max_\w*length|use_peft|load_in|packing)"
+    r"\S*(?: (?!--)\S+)?"
 )
+"""The options of a command that the page shows."""
 
 
 def cpu_s() -> float:
@@ -134,8 +140,36 @@ def page(rows: Iterable[Mapping[str, Any]]) -> str:
         f"- {row['config']} ({KINDS[row['recipe']]}) on {name}: {each['verdict']}" for row, name, each in unanswered
     ]
     lines += [f"- {each.name} ({KINDS[each.recipe]}): not yet" for each in missing]
-    lines.append(NOT_REHEARSED)
+    for name in "trl", "transformers", "torchtitan":
+        lines += examples(EXAMPLES / f"{name}.toml")
     return "\n".join(lines) + "\n"
+
+
+def fits_smaller(row: Mapping[str, Any]) -> str:
+    """Return whether the peaks of a row fit on the smaller GPU, where the allocator may have to flush its cache."""
+    usable = GPUS[SMALLER].memory - overhead_of(row["ranks"])
+    return "yes" if row["reserved_bytes"] <= usable else "no" if row["allocated_bytes"] > usable else "unknown"
+
+
+def examples(file: Path) -> list[str]:
+    """Return the section of a file of cases, from the output of `tune-adaptive rehearse --cases FILE --format json`."""
+    commands = {case.name: case.options["command"] for case in read_cases(file)}
+    rows = json.loads((RESULTS / f"examples_{file.stem}.json").read_text(encoding="utf-8"))
+    text, _, missing = file.with_suffix(".md").read_text(encoding="utf-8").partition("\n---\n")
+    lines = ["", text.format(cpu_s=sum(row["cpu_s"] for row in rows), count=len(rows)).strip(), ""]
+    lines += [
+        "| case | options | gpu | ranks | allocated | reserved | fits | tokens/s | fits on 4090 | CPU s |",
+        "|---" * 10 + "|",
+    ]
+    for row in (row for row in rows if row["fits"] is not None):
+        allocated, reserved = (f"{row[f'{each}_bytes'] / 2**30:.2f} GiB" for each in ("allocated", "reserved"))
+        rate = f"{row['tokens_per_second']:,.0f}" if row["tokens_per_second"] else ""
+        options = " ".join(OPTION.findall(commands[row["case"]])).replace("--", "")
+        cells = [row["case"].rpartition(", ")[0], options, row["gpu"], row["ranks"], allocated, reserved]
+        cells += ["yes" if row["fits"] else "no", rate, fits_smaller(row), f"{row['cpu_s']:.0f}"]
+        lines.append(f"| {' | '.join(map(str, cells))} |")
+    later = [name.rpartition(", ")[0] for name in commands.keys() - {row["case"] for row in rows}]
+    return [*lines, "", missing.strip(), *[f"- not yet: {'; '.join(sorted(later))}"] * bool(later)]
 
 
 def main() -> None:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 PEAKS = "peaks.json"
 """The file of recorded peaks, in the folder of the test."""
+NOT_RECORDED = "--update-peaks records nothing for a rehearsal without growth_percent: pass growth_percent to record it"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -45,7 +46,9 @@ def rehearse(request: pytest.FixtureRequest) -> Callable[..., RehearsalResult]:
         found = interface.rehearse(command, *args, **options)
         if found.interrupted:
             raise KeyboardInterrupt
-        if request.config.getoption("update_peaks") and found.fits and expected.growth_percent is not None:
+        if request.config.getoption("update_peaks") and expected.growth_percent is None:
+            request.node.warn(pytest.PytestWarning(NOT_RECORDED))
+        elif request.config.getoption("update_peaks") and found.fits:
             update_peaks(peaks, {name: peak_of(found)})
         recorded = read_peaks(peaks).get(name)
         if failures := expected.failures(found, recorded):

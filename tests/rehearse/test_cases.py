@@ -81,6 +81,38 @@ def test_larger_config_is_reported_by_kind_and_a_killed_script_does_not_end_the_
     assert ended.stdout.count("signal 9") == 1
 
 
+CRASHES = """
+import os
+print("reading", flush=True)
+os.write(2, b"a warning\\n" * 2000)
+def read(path):
+    exec(compile('{}["rows"]', "library/compiled.pyx", "exec"))
+read("data")
+"""
+
+
+def test_crashed_case_names_the_line_and_keeps_the_complete_output(tmp_path: Path) -> None:
+    skip_without_null_device()
+    (tmp_path / "crashes.py").write_text(CRASHES)
+    (tmp_path / "fits.toml").write_text("[[case]]\nname = 'first'\ncommand = 'crashes.py'\n")
+    ended = run_program(tmp_path, "tune-adaptive", "rehearse", "--cases", "fits.toml", "--junit", "fits.xml")
+    verdict = "no answer: the script failed in step 1 at crashes.py:6: KeyError: 'rows'"
+    assert (ended.returncode, f"first, h100: {verdict}\n" in ended.stdout) == (2, True), ended.stdout + ended.stderr
+    (error,) = ElementTree.parse(tmp_path / "fits.xml").getroot().iter("error")
+    assert error.get("message") == verdict
+    (output,) = ElementTree.parse(tmp_path / "fits.xml").getroot().iter("system-err")
+    for printed in (output.text or "", ended.stderr):
+        assert "reading\n" in printed
+        assert printed.count("a warning\n") == 2000
+        assert 'File "crashes.py", line 6, in read\n' in printed.replace(f"{tmp_path}/", "")
+
+
+def test_update_of_peaks_without_an_expectation_names_it(tmp_path: Path) -> None:
+    (tmp_path / "fits.toml").write_text("[[case]]\ncommand = 'a.py'\n")
+    ended = run_program(tmp_path, "tune-adaptive", "rehearse", "--cases", "fits.toml", "--update-peaks")
+    assert (ended.returncode, "no case of fits.toml has growth_percent" in ended.stderr) == (2, True), ended.stderr
+
+
 def test_file_of_cases_excludes_a_command_and_options_of_one(tmp_path: Path) -> None:
     (tmp_path / "fits.toml").write_text("[[case]]\ncommand = 'a.py'\n")
     for words, name in (("--gpu", "4090"), "gpu"), (("--", "train.py"), "the command"):
@@ -98,6 +130,9 @@ TESTS = """
         found = rehearse("train.py 100", gpu="4090", growth_percent=2, reserved_below="2GiB")
         assert found.fits
         assert "torch" not in sys.modules
+
+    def test_without_recorded_peak(rehearse):
+        rehearse("train.py 100", gpu="4090")
 """
 
 
@@ -110,6 +145,8 @@ def test_fixture_of_pytest_fails_a_test_whose_peak_has_grown(tmp_path: Path) -> 
     assert ended.returncode == 0, ended.stdout + ended.stderr
     recorded = json.loads((tmp_path / "tests" / "peaks.json").read_text())
     assert recorded["test_fits.py::test_fits"]["by_kind"]["optimizer"] == 2 * WEIGHTS
+    assert len(recorded) == 1
+    assert ended.stdout.count("records nothing for a rehearsal without growth_percent") == 1
     (tmp_path / "train.py").write_text(dedent(TRAINS).replace("range(4)", "range(5)"))
     ended = run_program(tmp_path, "pytest", "-q")
     assert ended.returncode == 1

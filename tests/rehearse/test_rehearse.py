@@ -383,9 +383,10 @@ def test_new_optimizers_take_steps_and_replayed_graphs_do_not(rehearse: Rehearse
 @pytest.mark.parametrize(
     ("script", "expected"),
     [
-        ("raise ValueError('no such data')", "no answer: the script failed in step 1: ValueError: no such data"),
-        ("import os; os.write(2, b'error: no such data\\n50 %'); exit(1)", "no answer: the script failed in step 1: "
-         "error: no such data"),
+        ("raise ValueError('no such data')", "no answer: the script failed in step 1 at train.py:1: ValueError: "
+         "no such data"),
+        ("import os; os.write(2, b'error: no such data\\n50 %'); exit(1)", "no answer: the script failed in step 1 "
+         "at train.py:1: error: no such data"),
         ("print(1)", "no answer: the script took no optimizer step, but its process allocated no GPU memory"),
         (
             "import os, torch\ntry: torch.empty(2**40, device='cuda')\nexcept RuntimeError: os.kill(os.getpid(), 9)",
@@ -729,6 +730,7 @@ def test_arithmetic_on_integers_of_the_host_gives_sizes_and_masks(rehearse: Rehe
 
         grids = torch.tensor([[1, 28, 28], [2, 14, 14]]).cuda()
         assert (grids.prod(-1) // 4).tolist() == [196, 98]
+        assert list(range(0, ((grids != 14).sum() / 3).ceil().to(torch.int64) * 3, 3)) == [0, 3]
         patches = torch.repeat_interleave(grids[:, 1] * grids[:, 2], grids[:, 0])
         ends = pad(patches.cumsum(0, dtype=torch.int32), (1, 0))
         assert (ends[1:] - ends[:-1]).tolist() == [784, 196, 196]

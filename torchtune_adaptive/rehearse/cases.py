@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import resource
+import sys
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
@@ -81,7 +82,10 @@ def _several(value: Any) -> list[Any]:
 
 def run_cases(path: Path, *, shard: tuple[int, int], jobs: int, junit: str, update: bool, as_json: bool) -> int:
     """Rehearse the cases of a file, or every N-th of them, print a table, and return the exit status."""
-    cases = {case.name: case for case in read_cases(path)[shard[0] - 1 :: shard[1]]}
+    every = read_cases(path)
+    if update and all(case.expected.growth_percent is None for case in every):
+        raise ConfigError(f"--update-peaks: no case of {path} has growth_percent: set it, for example in [defaults]")
+    cases = {case.name: case for case in every[shard[0] - 1 :: shard[1]]}
     peaks, recorded = path.with_suffix(".peaks.json"), read_peaks(path.with_suffix(".peaks.json"))
     found = dict[str, tuple[RehearsalResult, float]]()
     for name, ended in in_parallel(_rehearse, {name: (case,) for name, case in cases.items()}, jobs):
@@ -96,6 +100,8 @@ def run_cases(path: Path, *, shard: tuple[int, int], jobs: int, junit: str, upda
         text = report(failures, found[name][0], before) if failures else ""
         grown = found[name][0].run_peaks["allocated_bytes"] - before["allocated_bytes"] if before else None
         rows.append(SweepRow(case.gpu, found[name][0], name, failures, text, grown, found[name][1]))
+        if found[name][0].output:
+            print(f"output of {name}:", found[name][0].output, sep="\n", file=sys.stderr)
     if junit:
         replace_file(Path(junit), _junit(path.name, rows))
     if as_json:
@@ -132,6 +138,11 @@ def _junit(name: str, rows: Sequence[SweepRow]) -> bytes:
     for row, tag in zip(rows, tags, strict=True):
         case = ElementTree.SubElement(suite, "testcase", classname=name, name=row.name, time=f"{row.cpu_s:.1f}")
         if tag:
-            text = "\n".join(map(printable, row.report.splitlines()))
-            ElementTree.SubElement(case, tag, message=printable(row.failures[0])).text = text
+            ElementTree.SubElement(case, tag, message=printable(row.failures[0])).text = _printable_lines(row.report)
+        if row.found.output:
+            ElementTree.SubElement(case, "system-err").text = _printable_lines(row.found.output)
     return bytes(ElementTree.tostring(suite, encoding="utf-8", xml_declaration=True))
+
+
+def _printable_lines(text: str) -> str:
+    return "\n".join(map(printable, text.splitlines()))

@@ -32,9 +32,11 @@ _RETURN_INTEGERS = (
     "sum", "max", "min", "amax", "amin", "long", "int", "bool", "to", "logical_not", "__invert__", "__and__", "__or__",
     "any", "all", "__add__", "__radd__", "__sub__", "__rsub__", "__mul__", "__rmul__", "__floordiv__", "__mod__", "add",
     "sub", "mul", "floor_divide", "remainder", "clamp", "prod", "cumsum", "diff", "cat", "stack", "pad",
-    "repeat_interleave", "index_select", "bincount", "histc", "reshape", "div",
+    "repeat_interleave", "index_select", "bincount", "histc", "reshape", "div", "__truediv__", "ceil", "floor", "round",
 )  # fmt: skip
 """Functions that can return integers or masks. If all inputs are known, the host computes their results."""
+_TO_ROUND = {"div", "__truediv__", "ceil", "floor", "round"}
+"""Functions that can return a float with one element, from which a script computes an integer, such as a count."""
 _COUNTS = {"bincount", "histc"}
 """Functions that count how many tokens a router sends to each expert."""
 _IN_PLACE = ("__setitem__", "scatter_", "fill_", "zero_", "add_", "sub_", "mul_", "__iadd__", "__isub__", "__ior__")
@@ -237,7 +239,7 @@ class DeviceValues:
         def compute(*args: Any, **kwargs: Any) -> Any:
             result = function(*args, **kwargs)
             _pass_on_marks(args, result, name)
-            if not self._can_be_known(result):
+            if not self._can_be_known(result, floats=name in _TO_ROUND):
                 return result
             given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
             if any(torch._C._is_alias_of(result, each) for each in given) or not any(each.is_cuda for each in given):  # type: ignore[attr-defined]

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import shlex
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -37,7 +38,7 @@ def rehearse(
 
     The arguments are the options of `tune-adaptive rehearse`. With a range such as `{1:64}` in the command, the result
     is that of the largest value that fits, which is its `largest`. `together=True` rehearses all ranks. The output of
-    the script is copied to standard error, unless `quiet`.
+    the script is copied to standard error or, if `quiet` and there is no answer, kept as `output`.
 
     Raises ConfigError if an argument is invalid, NullCudaError if this machine cannot rehearse, and, if quiet,
     KeyboardInterrupt after Ctrl-C. Every other end of the script is a result.
@@ -70,8 +71,11 @@ def _with_both_results(
     settings: RankSettings, command: Sequence[str], gpu: Gpu, ranks: int | None, *, quiet: bool
 ) -> RehearsalResult:
     """Rehearse a command and, if it fits, also with the other results of guessed conditions."""
-    with open(os.devnull, "w") if quiet else nullcontext() as output:
+    with tempfile.TemporaryFile() if quiet else nullcontext() as output:
         found = rehearse_once(command, gpu, settings._replace(ranks=ranks), output)
+        if output and found.answer is None:
+            output.seek(0)
+            found = replace(found, output=output.read().decode(errors="replace"))
     if quiet and found.interrupted:
         raise KeyboardInterrupt
     if settings.inverted or not found.fits or not (places := found.guessed_conditions[:MOST_INVERTED]):

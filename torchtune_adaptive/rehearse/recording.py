@@ -143,8 +143,8 @@ def lines_of(frames: Iterable[tuple[FrameType, int]]) -> str:
 
 @functools.cache
 def _file(code: CodeType) -> tuple[str, bool]:
-    """Return the file of code outside of torch, and whether it belongs to no library."""
+    """Return the file of code outside of torch and Cython, and whether it belongs to no library."""
     name = code.co_filename
-    if name.startswith(_TORCH):
+    if name.startswith(_TORCH) or name.endswith((".pyx", ".pxi")):
         return "", False
     return os.path.relpath(name) if name.startswith(os.getcwd()) else name, not name.startswith(_LIBRARIES)

@@ -109,6 +109,8 @@ class RehearsalResult:
     """Results of a recipe's searches: stage, result."""
     message: str = ""
     """The error message of a recipe."""
+    output: str = ""
+    """The complete output of the script, if it was not copied to standard error and there is no answer."""
     setting: str = ""
     """How a recipe was rehearsed without its data; empty if it had them."""
     inverted: str = ""
@@ -343,7 +345,9 @@ class RehearsalResult:
             return why.partition(": ")[2]
         hints = "".join(f" ({hint})" for error, hint in _HINTS.items() if re.search(error, why))
         memory = "; it ran out of memory before (see below)" if self.unresolved_oom else ""
-        return f"the script failed in step {len(self.steps) + 1}: {why}{hints}{memory}{self._guessed}"
+        line = str(self.end.get("lines", "")).partition(" < ")[0]
+        at = f" at {line}" * bool(line)
+        return f"the script failed in step {len(self.steps) + 1}{at}: {why}{hints}{memory}{self._guessed}"
 
     @property
     def _remarks(self) -> str:

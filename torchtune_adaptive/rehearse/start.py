@@ -156,7 +156,7 @@ def end_with_parent() -> None:
 
 
 def rehearse_once(
-    command: Sequence[str], gpu: Gpu, settings: RankSettings, output: IO[str] | None = None
+    command: Sequence[str], gpu: Gpu, settings: RankSettings, output: IO[Any] | None = None
 ) -> RehearsalResult:
     """Run a command as one rank of many on null devices, and return the result.
 
@@ -182,7 +182,7 @@ def rehearse_once(
 
 def execute(
     folder: str, settings: RankSettings, command: Sequence[str], environ: Mapping[str, str],
-    output: IO[str] | None = None,
+    output: IO[Any] | None = None,
 ) -> dict[str, Any]:  # fmt: skip
     """Run the command until it ends; return its exit status, its last error, and True if Ctrl-C ended it."""
     printed, shown = bytearray(), output.fileno() if output else 2
