@@ -126,11 +126,20 @@ FINITE = """
         plateau.step(loss)
         print(f"loss {loss.item():.3f}, mean {sum([loss.item()]) / 1:.2f}, at most {max(0.0, loss.item())}")
         optimizer.zero_grad()
+        losses.append(loss.item())
+        assert math.isfinite(float(loss))
+        print(f"mean {np.mean(losses)}, perplexity {round(math.exp(float(loss)), 2)}")
+        for at, value in enumerate(x.detach().float().cpu().numpy()):
+            if at % 32 == 0:
+                print(value.mean())
 """
 
 
 def test_checks_and_logs_have_no_warning(rehearse: Rehearse) -> None:
     setup = """
+    import math
+    import numpy as np
+    losses = []
     scaler = torch.amp.GradScaler("cuda")
     plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
 """

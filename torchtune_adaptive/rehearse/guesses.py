@@ -29,7 +29,6 @@ HARMLESS_READERS = {
     "add_node_replacement", "has_overflow",
 }  # fmt: skip
 """Functions that read values, but not as sizes: for divisors, losses, metrics, texts, and constants of Inductor."""
-
 FOLLOWED, LOST = 1, 2
 """A number that reports its own use, until `float`, numpy or `math` make it a plain one; and a plain one."""
 _LOSE = {"float", "np", "numpy", "statistics", *dir(math)} - {"ceil", "floor", "trunc", "e"}
@@ -201,7 +200,8 @@ def _decides(code: CodeType, instruction: int, level: int) -> bool:
         values = [getattr(node, "value", None), getattr(node, "iter", None)]
         if "append" in called:
             targets, values = [node.func.value], node.args
-        names = {_text_of(part) for target in targets for part in getattr(target, "elts", [target])} - {""}
+        numbered = _text_of(getattr(node, "iter", None)) == "enumerate"  # the first target is a counter
+        names = {_text_of(part) for target in targets for part in getattr(target, "elts", [target])[numbered:]} - {""}
         for name in {getattr(node, "inside", "")} if isinstance(node, ast.Return) else names:
             levels[name] = max([levels[name], *map(level_of, values)])
     return False
