@@ -9,6 +9,7 @@ import os
 import sys
 from collections.abc import Callable
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -17,6 +18,7 @@ WIDTH, ROWS = 1024, 4096
 torch.manual_seed(0)
 model = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(8)).cuda()
 kept: list[object] = []
+history: dict[str, float] = {}
 
 
 def rows(count: int = ROWS) -> Tensor:
@@ -44,6 +46,18 @@ def adaptive_rank(step: int) -> Tensor:
     rank = int((energy.cumsum(0) / energy.sum() < 0.9).sum())  # here
     x = rows()
     return model[0](x) + (x @ torch.randn(WIDTH, rank * 8, device="cuda")).sum(1, keepdim=True)
+
+
+def array_decides(step: int) -> Tensor:
+    scores, x = np.asarray(drawn(64).cpu()) + 0.5, rows()  # here
+    if scores.max() > 0.4:
+        x = deep(x)
+    return model[0](x)
+
+
+def average_of_floats(step: int) -> Tensor:
+    shares = [(drawn(1) / 2 + 0.5).item() for _ in range(4)]  # here
+    return deep(rows(math.ceil(ROWS * np.mean(shares))))
 
 
 def average_of_the_best(step: int) -> Tensor:
@@ -121,6 +135,12 @@ def entropy_bonus(step: int) -> Tensor:
     if entropy.item() >= 1.0:  # here
         x = deep(x)
     return model[0](x)
+
+
+def entropy_of_an_array(step: int) -> Tensor:
+    shares = drawn(64).softmax(0).float().cpu().detach().numpy()  # here
+    entropy = -(shares * np.log(np.maximum(shares, 1e-9))).sum()
+    return deep(rows(int(ROWS * entropy / 4)))
 
 
 def evaluation_later(step: int) -> Tensor:
@@ -218,6 +238,11 @@ def longest_length(step: int) -> Tensor:
     return deep(rows(lengths.max().item()))  # here
 
 
+def mask_of_an_array(step: int) -> Tensor:
+    kept_rows = drawn(ROWS).cpu().numpy() > 0.1  # here
+    return deep(rows()[torch.from_numpy(np.arange(ROWS)[kept_rows]).cuda()])
+
+
 def mask_on_the_host(step: int) -> Tensor:
     copied = (drawn(ROWS) - 0.1).cpu()
     return deep(rows(len(copied[copied > 0])))  # here
@@ -233,6 +258,19 @@ def packed_lengths(step: int) -> Tensor:
     return deep(rows(lengths.sum().item()))  # here
 
 
+def plain_float(step: int) -> Tensor:
+    share = float(drawn(1) / 2 + 0.5)  # here
+    length = share * ROWS
+    return deep(rows(math.ceil(length)))
+
+
+def plain_float_of_a_function(step: int) -> Tensor:
+    def mean() -> float:
+        return float((drawn(8) + 0.5).mean())  # here
+
+    return deep(rows()) if mean() > 0.4 else model[0](rows())
+
+
 def range_of_a_float(step: int) -> Tensor:
     chosen = torch.arange(ROWS * (drawn(1) / 2 + 0.5).item(), device="cuda")  # here
     return deep(rows()[chosen.long()])
@@ -243,9 +281,27 @@ def replay_buffer(step: int) -> Tensor:
     return deep(rows())
 
 
+def root_of_a_float(step: int) -> Tensor:
+    variance, x = (drawn(1) + 0.5).item(), rows()  # here
+    deviation = math.sqrt(variance)
+    while deviation > 0.1:
+        x, deviation = deep(x), deviation / 4
+    return model[0](x)
+
+
 def rounded_float(step: int) -> Tensor:
     share = drawn(1) / 2 + 0.5
     return deep(rows(round(share.item() * ROWS)))  # here
+
+
+def rounded_root(step: int) -> Tensor:
+    share = float(drawn(1) / 2 + 0.5)  # here
+    return deep(rows(round(ROWS * math.sqrt(share))))
+
+
+def running_average(step: int) -> Tensor:
+    history["loss"] = 0.9 * history.get("loss", 0.0) + float(drawn(1) + 1.0)  # here
+    return deep(rows(ROWS if history["loss"] > 0.5 else 512))
 
 
 def sampled_depth(step: int) -> Tensor:

@@ -1,7 +1,12 @@
-"""No rehearsal predicts too little memory without a warning: scripts whose memory depends on computed values."""
+"""No rehearsal predicts too little memory without a warning: scripts whose memory depends on computed values.
+
+`python -m tests.rehearse.test_corpus [NAME ...]` prints the peaks and warnings of these scripts as a table.
+"""
 
 import ast
 import json
+import resource
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +43,20 @@ def marked_lines(name: str) -> set[int]:
     first, last = SOURCES[name].lineno, SOURCES[name].end_lineno
     lines = CORPUS.read_text().splitlines()[:last]
     return {number for number, line in enumerate(lines, 1) if number > first and line.endswith("# here")}
+
+
+def print_row(name: str) -> None:
+    """Print exact and rehearsed peak, the lines in the verdict, and the CPU seconds of the rehearsal with guesses."""
+    exact = peak_of(rehearse_script(name, "--steps", "0", KNOWN="1"))
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    found = rehearse_script(name)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    seconds = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    notes = [f"{each['what']} at line {each['line']}" for each in found["guesses"]]
+    notes += [f"line {found['inverted'].rpartition(':')[2]} inverted"] * bool(found["inverted"])
+    scope = found["verdict"].partition(":")[0]
+    peaks = f"{exact / 2**20:.0f} | {peak_of(found) / 2**20:.0f}"
+    print(f"| {name} | {peaks} | {'; '.join([scope, *notes])} | {seconds:.0f} |", flush=True)
 
 
 @pytest.mark.parametrize(
@@ -107,11 +126,20 @@ FINITE = """
         plateau.step(loss)
         print(f"loss {loss.item():.3f}, mean {sum([loss.item()]) / 1:.2f}, at most {max(0.0, loss.item())}")
         optimizer.zero_grad()
+        losses.append(loss.item())
+        assert math.isfinite(float(loss))
+        print(f"mean {np.mean(losses)}, perplexity {round(math.exp(float(loss)), 2)}")
+        for at, value in enumerate(x.detach().float().cpu().numpy()):
+            if at % 32 == 0:
+                print(value.mean())
 """
 
 
 def test_checks_and_logs_have_no_warning(rehearse: Rehearse) -> None:
     setup = """
+    import math
+    import numpy as np
+    losses = []
     scaler = torch.amp.GradScaler("cuda")
     plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
 """
@@ -181,3 +209,9 @@ def test_messages_between_too_many_ranks_give_no_answer(rehearse: Rehearse) -> N
     answer = rehearse(HAND_MADE_PIPELINE, "--ranks", "32", json_format=False)
     assert answer.status == 2
     assert "--together" in answer.printed
+
+
+if __name__ == "__main__":
+    print("| script | exact, MiB | rehearsed, MiB | verdict and notes | CPU s |\n|---|---|---|---|---|")
+    for each in sys.argv[1:] or sorted(SOURCES):
+        print_row(each)

@@ -199,6 +199,27 @@ def test_tokens_are_counted_by_the_largest_embedding(call: str, rehearse: Rehear
     assert (time["tokens_per_step"], time["samples_per_step"]) == (2 * 3 * 8 * 128, 2 * 3 * 8)
 
 
+@pytest.mark.parametrize("call", ["model(images, labels)", "torch.compile(model)(images, labels)"])
+def test_class_labels_are_no_tokens(call: str, rehearse: Rehearse) -> None:
+    """An embedding of labels, as in a diffusion transformer, and labels that a compiled classifier takes."""
+    script = f"""
+    import torch
+
+    patches = torch.nn.Conv2d(3, 64, 8, stride=8, device="cuda")
+    classes = torch.nn.Embedding(10, 64, device="cuda")
+    optimizer = torch.optim.SGD([*patches.parameters(), *classes.parameters()])
+
+    def model(images, labels): return patches(images).flatten(2).mean(2) + classes(labels)
+
+    for _ in range(2):
+        images, labels = torch.randn(16, 3, 32, 32, device="cuda"), torch.randint(0, 10, (16,)).cuda()
+        {call}.sum().backward()
+        optimizer.step()
+    """
+    time = rehearse(script).found["time"]
+    assert (time["tokens_per_step"], time["samples_per_step"]) == (None, 16)
+
+
 @pytest.mark.parametrize("case", ["reentrant", "not reentrant", "reference", "evaluation", "long positions"])
 def test_tokens_are_those_of_training(case: str, rehearse: Rehearse) -> None:
     """Neither those of a recomputation, an evaluation, or a reference model, nor positions."""

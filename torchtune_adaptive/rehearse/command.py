@@ -51,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--memory", help="memory of a GPU, for example 80GB or 24GiB (default: from --gpu)")
     parser.add_argument(
         "--memory-overhead", metavar="MEMORY",
-        help="memory of the CUDA context, NCCL and libraries (default: 3GiB; one rank 1GiB)",
+        help="memory of the CUDA context, NCCL and libraries (default: 3GiB; one rank 1.3GiB)",
     )  # fmt: skip
     parser.add_argument(
         "--steps", type=lambda text: _counts(text, least=0)[0], default=STEPS, metavar="N",

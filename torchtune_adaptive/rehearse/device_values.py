@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from torchtune_adaptive.null_cuda import settle
 from torchtune_adaptive.rehearse.fake_ranks import after_import
-from torchtune_adaptive.rehearse.guesses import TORCH, GuessedFloat, Guesses, caller
+from torchtune_adaptive.rehearse.guesses import FOLLOWED, LOST, TORCH, GuessedFloat, Guesses, caller
 from torchtune_adaptive.rehearse.recording import record_fake
 from torchtune_adaptive.rehearse.result import INTEGER, MASK, NEEDS_OTHERS, ROUTING
 
@@ -33,10 +33,11 @@ _RETURN_INTEGERS = (
     "any", "all", "__add__", "__radd__", "__sub__", "__rsub__", "__mul__", "__rmul__", "__floordiv__", "__mod__", "add",
     "sub", "mul", "floor_divide", "remainder", "clamp", "prod", "cumsum", "diff", "cat", "stack", "pad",
     "repeat_interleave", "index_select", "bincount", "histc", "reshape", "div", "__truediv__", "ceil", "floor", "round",
+    "detach", "float", "double", "mean", "squeeze", "flatten", "view",
 )  # fmt: skip
-"""Functions that can return integers or masks. If all inputs are known, the host computes their results."""
+"""Functions whose integers and masks the host computes if all inputs are known. Unknown inputs give unknown results."""
 _TO_ROUND = {"div", "__truediv__", "ceil", "floor", "round"}
-"""Functions that can return a float with one element, from which a script computes an integer, such as a count."""
+"""Of these, functions that can return a float with one element, from which a script computes an integer."""
 _COUNTS = {"bincount", "histc"}
 """Functions that count how many tokens a router sends to each expert."""
 _IN_PLACE = ("__setitem__", "scatter_", "fill_", "zero_", "add_", "sub_", "mul_", "__iadd__", "__isub__", "__ior__")
@@ -115,17 +116,11 @@ class DeviceValues:
         for name in _CREATE:
             setattr(torch, name, self._create_on_host_too(getattr(torch, name)))
         torch.Tensor.item = self._guess_item(torch.Tensor.item)  # type: ignore[method-assign,assignment]
-        torch.Tensor.__bool__ = self._guess_bool(torch.Tensor.__bool__)  # type: ignore[method-assign,assignment]
+        for name in "__bool__", "__int__", "__float__", "tolist", "numpy", "__array__":
+            setattr(torch.Tensor, name, self._leave_torch(getattr(torch.Tensor, name)))
         for where, name in product((torch.Tensor, torch), _CHECKS):
             setattr(where, name, _check(getattr(where, name)))
-        to_list, to_int, get = torch.Tensor.tolist, torch.Tensor.__int__, torch.Tensor.__getitem__
-
-        def tolist(tensor: torch.Tensor) -> Any:
-            copied = tensor.cpu()
-            values = to_list(copied)
-            return tree_map(GuessedFloat, values) if hasattr(copied, _GUESSED) else values
-
-        torch.Tensor.tolist = tolist  # type: ignore[method-assign,assignment]
+        get = torch.Tensor.__getitem__
 
         @functools.wraps(get)
         def get_item(tensor: torch.Tensor, index: Any) -> torch.Tensor:
@@ -136,10 +131,6 @@ class DeviceValues:
 
         torch.Tensor.__getitem__ = get_item  # type: ignore[method-assign,assignment]
 
-        def int_of_float(tensor: torch.Tensor) -> int:
-            known = tensor.is_cuda and tensor.is_floating_point() and self.guesses.integer()
-            return known or to_int(tensor)
-
         def show_originals(dynamo: Any) -> None:
             def populate(fill: Callable[[], None] = dynamo.populate_builtin_to_tensor_fn_map) -> None:
                 fill()
@@ -148,7 +139,6 @@ class DeviceValues:
 
             dynamo.populate_builtin_to_tensor_fn_map = populate  # Dynamo cannot trace the replacements
 
-        torch.Tensor.__int__ = int_of_float  # type: ignore[method-assign,assignment]
         self._carry_messages()
         after_import("torch._dynamo.variables.builtin", show_originals)
         atexit.register(self._writes.clear)  # at the end of the process, a StorageWeakRef cannot be deleted
@@ -371,21 +361,32 @@ class DeviceValues:
             unknown = self._source_of(tensor) is not Source.HOST if tensor.is_cuda else hasattr(tensor, _GUESSED)
             if not unknown or caller().f_code.co_filename.startswith(TORCH):
                 return function(tensor)
+            self.guesses.leaves(FOLLOWED)
             value = 0.0 if _is_plain(tensor) else function(tensor)
             return GuessedFloat(value) if type(value) is float else value
 
         return item
 
-    def _guess_bool(self, function: Callable[[torch.Tensor], bool]) -> Callable[[torch.Tensor], bool]:
-        """Wrap `bool`: a condition on the host may depend on a number that a kernel would have computed."""
+    def _leave_torch(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Wrap a method whose result is no tensor: it may depend on a number that a kernel would have computed."""
+        name = function.__name__
 
         @functools.wraps(function)
-        def guess(tensor: torch.Tensor) -> bool:
-            if torch.compiler.is_compiling() or tensor.is_cuda or not hasattr(tensor, _GUESSED):
-                return function(tensor)
-            return self.guesses.condition(function(tensor))
+        def leave(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            if torch.compiler.is_compiling():
+                return function(tensor, *args, **kwargs)
+            given = tensor.cpu() if name == "tolist" else tensor
+            guessed = hasattr(given, _GUESSED)
+            if name == "__int__" and (guessed or (tensor.is_cuda and tensor.is_floating_point())):
+                return self.guesses.integer() or function(given)
+            result = function(given, *args, **kwargs)
+            if guessed and name == "__bool__":
+                return self.guesses.condition(result)
+            if guessed:
+                self.guesses.leaves(FOLLOWED if name == "tolist" else LOST)
+            return tree_map(GuessedFloat, result) if guessed and name == "tolist" else result
 
-        return guess
+        return leave
 
     def _nonzero(self, mask: torch.Tensor) -> torch.Tensor:
         """Select all elements of an unknown mask, because this needs the most memory."""

@@ -5,20 +5,21 @@ from __future__ import annotations
 import ast
 import functools
 import linecache
+import math
 import os
 import sys
 import threading
 from collections import Counter
 from collections.abc import Callable
-from pathlib import Path
-from types import FrameType, NoneType
+from types import CodeType, FrameType, NoneType
 from typing import Any, ClassVar
 
+import numpy
 import torch
 
-from torchtune_adaptive.rehearse.result import BRANCH, INTEGER
+from torchtune_adaptive.rehearse.result import BRANCH, INTEGER, LIBRARY, NUMBER
 
-_HERE, TORCH = (str(Path(file).parent) + os.sep for file in (__file__, torch.__file__))  # not torchtune and the like
+_HERE, TORCH, _NUMPY = (os.path.dirname(file) + os.sep for file in (__file__, torch.__file__, numpy.__file__))
 MANY, MOST_ITERATIONS = 64, 4096
 """A guessed condition ends no loop until it was read `MOST_ITERATIONS` times; after `MANY` times it is reported."""
 LARGE_NUMBER = 1e9
@@ -28,6 +29,13 @@ HARMLESS_READERS = {
     "add_node_replacement", "has_overflow",
 }  # fmt: skip
 """Functions that read values, but not as sizes: for divisors, losses, metrics, texts, and constants of Inductor."""
+FOLLOWED, LOST = 1, 2
+"""A number that reports its own use, until `float`, numpy or `math` make it a plain one; and a plain one."""
+_LOSE = {"float", "np", "numpy", "statistics", *dir(math)} - {"ceil", "floor", "trunc", "e"}
+_SIZE = {"int", "ceil", "floor", "trunc", "range", "arange", "empty", "zeros", "ones", "full", "rand", "randn", "topk"}
+"""Functions that take a size or return an integer."""
+_CHECK = {"isfinite", "isinf", "isnan", "is_tensor", "isinstance", "len", "str", "shape", "ndim", "size", "dtype"}
+"""Functions and attributes that do not depend on finite numbers, or are texts."""
 
 
 class Guesses:
@@ -66,9 +74,16 @@ class Guesses:
     def number(self) -> float:
         """Return an unknown number that a script converts to a plain float: 0, or a large one if this is inverted."""
         reader = caller()
-        decides = _condition_at(reader.f_code.co_filename, reader.f_lineno)
-        decides = None if reader.f_code.co_filename.startswith(TORCH) else decides
-        return LARGE_NUMBER if decides and self.on_guess(BRANCH, reader) else 0.0
+        file = reader.f_code.co_filename
+        if file.startswith(TORCH) or not _condition_at(file, reader.f_lineno):
+            return self.leaves(LOST)
+        return LARGE_NUMBER if self.on_guess(BRANCH, reader) else 0.0
+
+    def leaves(self, level: int) -> float:
+        """Return a number that no object can follow, and report it if a size or a condition of the script uses it."""
+        reader = caller()
+        unused = LIBRARY.search(reader.f_code.co_filename) or not _decides(reader.f_code, reader.f_lasti, level)
+        return 0.0 if unused else float(self.on_guess(NUMBER, reader) or 0)
 
 
 class GuessedFloat(float):
@@ -129,9 +144,9 @@ for _each in "__int__", "__trunc__", "__ceil__", "__floor__":
 
 
 def caller() -> FrameType:
-    """Return the innermost frame outside this folder. If a thread of autograd lacks it, return the main thread's."""
+    """Return the innermost frame outside this folder and numpy. If a thread lacks it, return the main thread's."""
     frame: FrameType | None = sys._getframe(1)
-    while frame and frame.f_code.co_filename.startswith(_HERE):
+    while frame and frame.f_code.co_filename.startswith((_HERE, _NUMPY)):
         frame = frame.f_back
     return frame or sys._current_frames()[threading.main_thread().ident or 0]
 
@@ -141,16 +156,65 @@ def _line(frame: FrameType | None) -> str:
 
 
 @functools.lru_cache
-def _conditions(file: str) -> list[ast.If | ast.While | ast.IfExp]:
+def _nodes(file: str) -> list[Any]:
+    """Return the nodes of a file, without assertions. Those in a function have its name as an attribute `inside`."""
     try:
-        parsed = ast.walk(ast.parse("".join(linecache.getlines(file))))
+        tree = ast.parse("".join(linecache.getlines(file)))
     except (SyntaxError, ValueError):
         return []
-    return [node for node in parsed if isinstance(node, ast.If | ast.While | ast.IfExp)]
+    for function in (each for each in ast.walk(tree) if isinstance(each, ast.FunctionDef)):
+        for node in ast.walk(function):
+            vars(node)["inside"] = function.name
+    return [each for each in ast.walk(tree) if not isinstance(each, ast.Assert)]
 
 
+@functools.lru_cache(1024)
 def _condition_at(file: str, line: int) -> ast.If | ast.While | ast.IfExp | None:
-    return next((each for each in _conditions(file) if each.test.lineno <= line <= (each.test.end_lineno or 0)), None)
+    conditions = (node for node in _nodes(file) if isinstance(node, ast.If | ast.While | ast.IfExp))
+    return next((each for each in conditions if each.test.lineno <= line <= (each.test.end_lineno or 0)), None)
+
+
+@functools.lru_cache(1024)
+def _decides(code: CodeType, instruction: int, level: int) -> bool:
+    """Return True if a size or a condition in the file depends on the number that an instruction returns."""
+    place, nodes = [*code.co_positions()][instruction // 2], _nodes(code.co_filename)
+    levels = Counter[str]()
+
+    def level_of(node: Any) -> int:
+        if isinstance(node, ast.expr) and (node.lineno, node.end_lineno, node.col_offset, node.end_col_offset) == place:
+            return level
+        words = {*(name := _text_of(node)).split(".")}
+        if not isinstance(node, ast.AST) or isinstance(node, ast.JoinedStr) or words & _CHECK:
+            return 0
+        found = max([levels[name], *map(level_of, ast.iter_child_nodes(node))])
+        return LOST if found and isinstance(node, ast.Call) and words & _LOSE else found
+
+    for node in nodes * 3:  # a variable may depend on one that is assigned further below
+        called = {*_text_of(node).split(".")} if isinstance(node, ast.Call) else set()
+        decide = [getattr(node, "test", None), getattr(node, "slice", None), *getattr(node, "ifs", ())]
+        if called & _SIZE or (called == {"round"} and len(node.args) == 1):  # not to some digits
+            decide += node.args
+        if LOST in map(level_of, decide):
+            return True
+        targets = getattr(node, "targets", [getattr(node, "target", None)])
+        values = [getattr(node, "value", None), getattr(node, "iter", None)]
+        if "append" in called:
+            targets, values = [node.func.value], node.args
+        numbered = _text_of(getattr(node, "iter", None)) == "enumerate"  # the first target is a counter
+        names = {_text_of(part) for target in targets for part in getattr(target, "elts", [target])[numbered:]} - {""}
+        for name in {getattr(node, "inside", "")} if isinstance(node, ast.Return) else names:
+            levels[name] = max([levels[name], *map(level_of, values)])
+    return False
+
+
+def _text_of(node: Any) -> str:
+    """Return the name of a variable with that of its function, or the text of an attribute or a called function."""
+    while isinstance(node, ast.Subscript):
+        node = node.value
+    if isinstance(node, ast.Name):
+        return f"{getattr(node, 'inside', '')} {node.id}"
+    node = getattr(node, "func", node)
+    return ast.unparse(node).removeprefix("self.") if isinstance(node, ast.Name | ast.Attribute) else ""
 
 
 def _result_that_continues(file: str, line: int) -> bool | None:
@@ -159,9 +223,8 @@ def _result_that_continues(file: str, line: int) -> bool | None:
     at = _condition_at(file, line)
     only = at.body[0] if isinstance(at, ast.If) and len(at.body) == 1 and not at.orelse else None
     value = only.value if isinstance(only, ast.Return) else None
-    ends = isinstance(only, ast.Break | ast.Continue | ast.Return) and isinstance(
-        value, NoneType | ast.Name | ast.Constant
-    )
+    is_plain = isinstance(value, NoneType | ast.Name | ast.Constant)
+    ends = isinstance(only, ast.Break | ast.Continue | ast.Return) and is_plain
     if at is None or not (ends or isinstance(at, ast.While)):
         return None
     nots = (each for each in ast.walk(at.test) if isinstance(each, ast.UnaryOp) and isinstance(each.op, ast.Not))

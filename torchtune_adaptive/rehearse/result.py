@@ -24,18 +24,18 @@ GIB = 2**30
 SHOWN_STEPS, SHOWN_PLACES = 20, 3
 COMPARED = "compared"
 """The file with the result of comparing the calls of all ranks."""
-DIFFERENT_ABOVE = 1.02
-"""Steps have different peaks if one allocates more than this multiple of another."""
-INTEGER, MASK, ROUTING, BRANCH, FIXED = "integer", "mask", "routing", "branch", "fixed"
+INTEGER, NUMBER, MASK, ROUTING, BRANCH, FIXED = "integer", "number", "mask", "routing", "branch", "fixed"
 """Kinds of values on which memory may depend: guessed, or fixed by the user."""
 PARAMETERS, GRADIENTS, OPTIMIZER, OTHER = "parameters", "gradients", "optimizer", "activations and other"
 """Kinds of memory."""
 MOST_INVERTED = 3
 """Guessed conditions of which both results are rehearsed."""
-_LIBRARY = re.compile(rf"/(site|dist)-packages/|/lib/python|^{re.escape(str(Path(__file__).parents[1]))}/")
+LIBRARY = re.compile(rf"/(site|dist)-packages/|/lib/python|^{re.escape(str(Path(__file__).parents[1]))}/")
 _GUESSED = {
     INTEGER: "an integer that a kernel would have computed was read as 0 at {places}: if a length or a number of rows "
     "depends on it, training needs more memory (to read N there: --fixed FILE:LINE=N)",
+    NUMBER: "a number that a kernel would have computed was read as 0 at {places}: a size or a condition depends on it "
+    "through float, math or numpy, so training may need more memory",
     MASK: "a mask that a kernel would have computed selected every element at {places}: training needs less memory",
     ROUTING: "tokens were spread evenly over the experts that are counted at {places}: a rank whose experts get more "
     "tokens needs more memory (try --skew 2)",
@@ -223,7 +223,7 @@ class RehearsalResult:
     def guessed_conditions(self) -> list[str]:
         """The places of guessed conditions in the script, without those in libraries and this package."""
         branches = [each for each in self.guesses if each["what"] == BRANCH]
-        own = (each for each in branches if not _LIBRARY.search(each["file"]))
+        own = (each for each in branches if not LIBRARY.search(each["file"]))
         return [f"{each['file']}:{each['line']}" for each in own]
 
     def or_larger(self, others: Mapping[str, RehearsalResult]) -> RehearsalResult:
@@ -240,7 +240,7 @@ class RehearsalResult:
         """The estimated peak of a second step; 0 unless the script took one step and then allocated optimizer state."""
         first = self.steps[0]["allocated_bytes"] if len(self.steps) == 1 and not self.unresolved_oom else 0
         state = int(self.end.get("state_bytes", 0))
-        return first + state if first and state > (DIFFERENT_ABOVE - 1) * first else 0
+        return first + state if first and state > 0.02 * first else 0
 
     @property
     def all_peaks(self) -> list[dict[str, Any]]:
@@ -264,12 +264,6 @@ class RehearsalResult:
             return dict(self.out_of_memory["held_bytes"])
         kinds = {kind: self.held["held_bytes"].get(kind, 0) for kind in (PARAMETERS, GRADIENTS, OPTIMIZER) if self.held}
         return kinds and {**kinds, OTHER: self.run_peaks["allocated_bytes"] - sum(kinds.values())}
-
-    @property
-    def peaks_differ(self) -> bool:
-        """True if the script was stopped after steps with different peaks, so that later steps may need more memory."""
-        later = [each["allocated_bytes"] for each in self.steps[2:]]
-        return bool(self.end.get("stopped")) and len(later) > 1 and max(later) > DIFFERENT_ABOVE * min(later)
 
     def verdict(self) -> str:
         """Return the result in one line."""
@@ -316,7 +310,7 @@ class RehearsalResult:
 
     @property
     def _guessed(self) -> str:
-        places = ", ".join(self._places(what) for what in (INTEGER, MASK, ROUTING) if self._places(what))
+        places = ", ".join(self._places(what) for what in (INTEGER, NUMBER, MASK, ROUTING) if self._places(what))
         sizes = f"; sizes may depend on a guessed value at {places} (see below)" if places else ""
         inverted = f"; with the other result of the guessed condition at {self.inverted}" if self.inverted else ""
         known = {self.inverted, *(each["place"] for each in self.tried)}
@@ -364,7 +358,6 @@ class RehearsalResult:
             self._guessed: True,
             "; not all memory is counted (see below)": any("more memory" in each for each in self.end.get("notes", ())),
             "; an optimizer took no step": self.steps and self.end.get("idle"),
-            "; later steps may need more (see below)": self.peaks_differ,
             f"; a second step would need about {_size(second)} allocated": second,
         }
         return "".join(remark for remark, applies in remarks.items() if applies)

@@ -36,8 +36,6 @@ LAUNCHERS = (
     "torch.distributed.run", "torch.distributed.launch", "accelerate.commands.launch",
 )  # fmt: skip
 """Programs and modules whose arguments contain the number of ranks."""
-
-
 _OTHER_LAUNCHERS = ("deepspeed", "deepspeed.launcher.runner", "mpirun", "mpiexec", "srun", "horovodrun")
 
 
@@ -80,8 +78,8 @@ def check_command(command: Sequence[str]) -> None:
         raise ConfigError(f"{words[0]} is neither a file nor a program in PATH: pass the path of the script")
 
 
-CONTEXT_BYTES, CONTEXT_AND_NCCL_BYTES = 2**30, 3 * 2**30
-"""Memory of a GPU that tensors cannot use: the CUDA context and libraries and, with several ranks, NCCL's buffers."""
+CONTEXT_BYTES, CONTEXT_AND_NCCL_BYTES = 13 * 2**30 // 10, 3 * 2**30
+"""Memory of a GPU that tensors cannot use: of the CUDA context and libraries and, with several ranks, of NCCL."""
 DEFAULTS = {"TORCH_CPP_LOG_LEVEL": "ERROR", "TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1"}
 """Hide warnings of torch's execution trace. Compile in each run, because peaks depend on Inductor's cache."""
 INTERRUPT_S = 10
@@ -221,8 +219,10 @@ def _copy(source: IO[bytes], to: int, last: bytearray) -> None:
 
 
 def _last_error(printed: str) -> str:
-    """Return the last line that looks like an error; if no line does, the last line."""
+    """Return the text of a box at the end, or else the last line that looks like an error, or else the last line."""
     lines = [line.strip() for line in printed.splitlines() if line.strip()]
+    if (box := re.search(r"╭[^\n]*\n([^╭]*)╰[^\n]*\s*$", printed)) is not None:
+        return " ".join(box[1].replace("│", " ").split())
     return next((line for line in reversed(lines) if _ERROR_LINE.search(line)), "".join(lines[-1:]))
 
 

@@ -32,7 +32,7 @@ from torchtune_adaptive.null_cuda import used_convolutions, used_flops, used_mem
 from torchtune_adaptive.rehearse.fake_ranks import after_import
 from torchtune_adaptive.rehearse.memory_by_holder import memory_by_holder
 from torchtune_adaptive.rehearse.recording import lines_of
-from torchtune_adaptive.rehearse.result import BRANCH, FIXED, INTEGER, NEEDS_OTHERS
+from torchtune_adaptive.rehearse.result import BRANCH, FIXED, INTEGER, NEEDS_OTHERS, NUMBER
 from torchtune_adaptive.rehearse.start import CannotRehearse, RankSettings
 from torchtune_adaptive.rehearse.step_trace import RECORDER
 from torchtune_adaptive.run_hooks import HOOKS
@@ -257,7 +257,7 @@ class StepRecorder:
         Return the integer that `--fixed` states for this place, if there is one, or 1 if this condition is inverted.
         """
         file, line = innermost(frame)
-        fixed = self._fixed.get(f"{file}:{line}") if what == INTEGER else None
+        fixed = self._fixed.get(f"{file}:{line}") if what in (INTEGER, NUMBER) else None
         what = what if fixed is None else FIXED
         if (what, file, line) not in self._guesses and frame.f_code.co_filename != torch._tensor_str.__file__:
             self._guesses.add((what, file, line))
@@ -313,13 +313,13 @@ def _stack(frame: FrameType | None) -> list[tuple[str, int]]:
 
 
 def _message(error: BaseException | None) -> str | None:
-    """Return the first line of the error; None if the script ended with success."""
+    """Return the first line with text of the error; None if the script ended with success."""
     if isinstance(error, SystemExit):
         return None if error.code in (None, 0) else f"exit status {error.code}"
     if error is None:
         return None
-    line = f"{type(error).__name__}: {error}".splitlines()[0]
-    return re.split(r"\. GPU \d+ has", line)[0]  # torch's out-of-memory errors are long
+    line = next((each for each in str(error).splitlines() if re.search(r"\w", each)), "")
+    return f"{type(error).__name__}: " + re.split(r"\. GPU \d+ has", line)[0]  # torch's out-of-memory errors are long
 
 
 def _ranks_needed(error: BaseException | None) -> list[int]:

@@ -228,7 +228,9 @@ class _Trace:
         best = max((rank for rank, _ in ranked), default=None)
         found = [each for rank, each in ranked if rank == best]
         parts = math.prod(self.sharing.get(name, 1) for name in ("cp", "sp", "context"))  # each has its own tokens
-        return sum(each.tokens for each in found) * parts, sum(each.rows for each in found)
+        labeled = {each.rows for each in self._inputs if not each.tokens}  # samples, each of which has a label
+        tokens = sum(each.tokens for each in found if each.tokens != each.rows or each.rows not in labeled)
+        return tokens * parts, sum(each.rows for each in found)
 
     def _in_forward(self, node: int) -> bool:
         while node and node not in self._backward:
@@ -244,7 +246,8 @@ class _Trace:
         else:  # of a model that is compiled with its embedding. Each of its graphs may take integers, such as labels.
             integers = [shape for shape, kind in zip(given.shapes, given.types, strict=True) if "(long" in kind]
             longest = max(integers, key=math.prod, default=[0])
-            found = (bool(integers), len(given.shapes)), math.prod(longest), longest[0]
+            are_labels = len(longest) == 1 and any(len(each) > 2 and each[0] == longest[0] for each in given.shapes)
+            found = (bool(integers), len(given.shapes)), 0 if are_labels else math.prod(longest), longest[0]
         self._inputs.append(_Input(node, recorded, *found))
 
     def know_groups(self, groups: Iterable[Any]) -> None:
