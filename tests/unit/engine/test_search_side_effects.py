@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from tests.searched_model import Shape, Trained, search_within, state_of
 from torchtune_adaptive.engine import snapshot
@@ -124,17 +124,23 @@ def test_oom_in_the_update_is_reported_and_restores_everything():
     with MemoryMeter() as meter:
         trained = Trained(Shape())
         before = state_of(trained)
-        with pytest.raises(UnrecoverableError, match=r"rank 0 .* in the update"):
+        with pytest.raises(UnrecoverableError, match="in the update"):
             search_within(replace(trained.step(), update=update), meter, 400_000)
         assert state_of(trained) == before
 
 
-class InBackward:
-    """A model whose optimizers step inside the backward, as soon as a gradient is ready."""
+class InBackward(Trained):
+    """Training whose optimizers step inside the backward, as soon as a gradient is ready."""
 
-    def __init__(self) -> None:
-        torch.manual_seed(0)
-        self.model = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64))
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.runner = StepRunner(
+            self.model,
+            self.forward_backward,
+            limit=RowLimit(1),
+            kind=SampleKind(length_of=len, filler=lambda tokens: tokens[:2]),
+            recovery=Recovery(self.model, enabled=False),
+        )
         self.optimizers = {p: torch.optim.AdamW([p], lr=0.01) for p in self.model.parameters()}
         for parameter in self.model.parameters():
             parameter.register_post_accumulate_grad_hook(self._update)
@@ -144,46 +150,29 @@ class InBackward:
         self.optimizers[parameter].zero_grad()
 
     def step(self) -> TrainingStep[Tensor]:
-        def forward_backward(samples: Sequence[Tensor]) -> Totals:
-            loss = self.model(torch.stack(list(samples))).square().sum()
-            loss.backward()
-            return Totals(loss.detach(), len(samples))
-
-        runner = StepRunner(
-            self.model,
-            forward_backward,
-            limit=RowLimit(1),
-            kind=SampleKind(length_of=len, filler=lambda sample: sample[:2]),
-            recovery=Recovery(self.model, enabled=False),
-        )
-        return TrainingStep(
-            runner=runner,
-            sample=torch.ones(32, 64),
-            update=lambda result: None,
-            optimizers=list(self.optimizers.values()),
-        )
-
-    def weights(self) -> list[bytes]:
-        return [p.numpy(force=True).tobytes() for p in self.model.parameters()]
+        return replace(super().step(), update=lambda result: None, optimizers=list(self.optimizers.values()))
 
 
 def test_search_with_optimizers_in_the_backward_restores_everything():
     with MemoryMeter() as meter:
-        trained = InBackward()
-        before = trained.weights()
-        result = search_within(trained.step(), meter, 2_000_000)
-        assert trained.weights() == before
+        trained = InBackward(Shape())
+        before = state_of(trained)
+        result = search_within(trained.step(), meter, 400_000)
+        assert state_of(trained) == before
         assert all(not optimizer.state for optimizer in trained.optimizers.values())
-    assert result.rows > 8
+    assert result.rows > 1
     assert result.out_of_memory_count == 0
 
 
 def test_one_row_too_large_inside_the_backward_is_measured_and_not_fatal():
-    with MemoryMeter() as meter, pytest.raises(OneRowDoesNotFitError, match="one row of 32 tokens needs"):
-        search_within(InBackward().step(), meter, 110_000)
+    with MemoryMeter() as meter:
+        trained = InBackward(Shape())
+        with pytest.raises(OneRowDoesNotFitError) as caught:
+            search_within(trained.step(), meter, 2 * meter.live_bytes)
+    assert caught.value.need_bytes is not None
 
 
 @pytest.mark.parametrize("strategy", ["binary", "decrease"])
 def test_strategies_that_run_out_of_memory_are_refused_if_a_step_cannot_be_repeated(strategy: str):
-    with MemoryMeter() as meter, pytest.raises(ConfigError, match=rf"{strategy}' .*'linear'"):
-        search_within(InBackward().step(), meter, 2_000_000, strategy=strategy)
+    with MemoryMeter() as meter, pytest.raises(ConfigError, match=strategy):
+        search_within(InBackward(Shape()).step(), meter, 2_000_000, strategy=strategy)
