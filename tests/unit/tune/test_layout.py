@@ -1,9 +1,10 @@
-"""Reasons for padding: microbatches that need it get it, and one line explains why."""
+"""Reasons for padding, and when the samples of a step are dealt; one line explains each."""
 
 import logging
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,9 @@ from torchtune.modules import MultiHeadAttention
 from tests.unit.tune.minimal_config import NEEDED
 from tests.unit.tune.models import MODELS, SIZES, build
 from torchtune_adaptive.config.keys import AdaptiveConfig, Settings
+from torchtune_adaptive.engine.limits import Limit, RowLimit, TokenLimit
+from torchtune_adaptive.tune import dealing
+from torchtune_adaptive.tune.dealing import dealer_of
 from torchtune_adaptive.tune.unpadded import is_padded, support_documents
 
 SETTINGS = Settings(**NEEDED)
@@ -90,9 +94,15 @@ OBSTACLES: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
     "Gemma2Attention is not torchtune's attention": (narrow_gemma2, {}, {}),
     "the model's attention was replaced by windowed": (own_attention, {}, {}),
     "MultiHeadAttention overrides forward": (own_forward, {}, {}),
-    r"the model has attention dropout \(0.1\)": (lambda: build(attn_dropout=0.1), {}, {}),
+    "the model has attention dropout (0.1)": (lambda: build(attn_dropout=0.1), {}, {}),
     "dtype is fp32, which flash attention on a GPU": (build, {}, {"device": GPU}),
     "there is no attention kernel for variable lengths on mps": (build, {}, {"device": torch.device("mps")}),
+    "has no flash attention": (build, {"dtype": "bf16"}, {"device": GPU, "capability": (7, 5)}),
+    "heads are 512 wide, but flash attention supports at most 256": (
+        lambda: build(embed_dim=512, num_heads=1, num_kv_heads=1),
+        {"dtype": "bf16"},
+        {"device": GPU},
+    ),
 }
 
 
@@ -114,31 +124,12 @@ def test_obstacles_to_packing_are_logged_and_rows_are_padded(
 ) -> None:
     make, changed, other = OBSTACLES[reason]
     model, settings = make(), replace(SETTINGS, **changed)
+    if capability := other.get("capability"):
+        modern_gpu.setattr(torch.cuda, "get_device_capability", lambda _: capability)
     with caplog.at_level(logging.INFO):
-        assert decide(BUDGET, model, settings, **other)
-    message = [record.getMessage() for record in caplog.records if "samples are padded" in record.getMessage()]
+        assert decide(BUDGET, model, settings, **{name: value for name, value in other.items() if name != "capability"})
+    message = [line for line in caplog.messages if "samples are padded" in line and reason in line]
     assert len(message) == (reason != "the dataset is packed"), "for packed rows, the token budget logs a line instead"
-
-
-@pytest.mark.parametrize(
-    ("capability", "heads", "reason"),
-    [
-        ((7, 5), 4, "has no flash attention"),
-        ((9, 0), 1, "heads are 512 wide, but flash attention supports at most 256"),
-    ],
-)
-def test_rows_are_padded_if_flash_attention_does_not_support_the_card_or_the_heads(
-    modern_gpu: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    capability: tuple[int, int],
-    heads: int,
-    reason: str,
-) -> None:
-    modern_gpu.setattr(torch.cuda, "get_device_capability", lambda _: capability)
-    model = build(embed_dim=512, num_heads=heads, num_kv_heads=heads)
-    with caplog.at_level(logging.INFO):
-        assert decide(BUDGET, model, replace(SETTINGS, dtype="bf16"), device=GPU)
-    assert reason in caplog.text
 
 
 @pytest.mark.parametrize(("device", "dtype"), [(CPU, "fp32"), (GPU, "bf16")], ids=str)
@@ -170,3 +161,50 @@ def test_trial_restores_the_model(name: str, dtype: torch.dtype) -> None:
 def test_rows_are_padded_if_configured_or_without_a_token_budget() -> None:
     assert decide(replace(BUDGET, padding=True), build())
     assert decide(AdaptiveConfig(), build())
+
+
+DATA: Any = SimpleNamespace(kind="of samples", dataset=None, packed=False)
+LIMIT = TokenLimit(4096)
+
+
+@pytest.fixture
+def two_ranks(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Pretend to be on two ranks; collect rank 0's log."""
+    message: list[str] = []
+    monkeypatch.setattr(dealing, "world_size", lambda: 2)
+    monkeypatch.setattr(dealing, "log_rank_0", message.append)
+    monkeypatch.setattr(dealing, "Dealer", lambda kind, *_: kind)
+    return message
+
+
+def dealer(
+    adaptive: AdaptiveConfig,
+    limit: Limit | None = LIMIT,
+    *,
+    model: nn.Module | None = None,
+    tensor_parallel_dim: int = 1,
+) -> Any:
+    settings = replace(SETTINGS, adaptive=adaptive, tensor_parallel_dim=tensor_parallel_dim)
+    return dealer_of(model or build(), settings, DATA, limit)
+
+
+@pytest.mark.usefixtures("two_ranks")
+def test_steps_are_dealt_under_a_length_limit_on_several_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert dealer(BUDGET) == "of samples"
+    assert dealer(BUDGET, RowLimit(8)) is None
+    assert dealer(AdaptiveConfig(), None) is None
+    assert dealer(replace(BUDGET, deal=False)) is None
+    monkeypatch.setattr(dealing, "world_size", lambda: 1)
+    assert dealer(BUDGET) is None
+
+
+@pytest.mark.parametrize(
+    ("model", "tensor_parallel_dim", "reason"),
+    [(build(), 2, "tensor_parallel_dim is 2"), (nn.Linear(1, 1), 1, "the model takes more than text")],
+    ids=["tensor-parallel", "images"],
+)
+def test_obstacles_to_dealing_are_logged_and_samples_stay(
+    model: nn.Module, tensor_parallel_dim: int, reason: str, two_ranks: list[str]
+) -> None:
+    assert dealer(BUDGET, model=model, tensor_parallel_dim=tensor_parallel_dim) is None
+    assert two_ranks == [line for line in two_ranks if f"stay on the ranks that read them: {reason}" in line] != []
