@@ -106,26 +106,24 @@ def test_weights_survive_probes_whose_gradients_are_nan():
         assert state_of(trained) == before
 
 
-def test_failed_search_restores_everything():
+@pytest.mark.parametrize(
+    ("update_fails", "error"),
+    [(False, OneRowDoesNotFitError), (True, UnrecoverableError)],
+    ids=["too little memory", "out of memory in the update"],
+)
+def test_failed_search_restores_everything(update_fails: bool, error: type[Exception]):
+    def update(result: Any) -> None:
+        trained.update(result)
+        if update_fails:
+            raise torch.OutOfMemoryError
+
     with MemoryMeter() as meter:
         trained = Trained(Shape())
         trained.train([2])
         before = state_of(trained)
-        with pytest.raises(OneRowDoesNotFitError):
-            search_within(trained.step(), meter, meter.live_bytes + 1000)
-        assert state_of(trained) == before
-
-
-def test_oom_in_the_update_is_reported_and_restores_everything():
-    def update(result: Any) -> None:
-        trained.update(result)
-        raise torch.OutOfMemoryError
-
-    with MemoryMeter() as meter:
-        trained = Trained(Shape())
-        before = state_of(trained)
-        with pytest.raises(UnrecoverableError, match="in the update"):
-            search_within(replace(trained.step(), update=update), meter, 400_000)
+        cap_bytes = 400_000 if update_fails else meter.live_bytes + 1000
+        with pytest.raises(error):
+            search_within(replace(trained.step(), update=update), meter, cap_bytes)
         assert state_of(trained) == before
 
 
