@@ -26,58 +26,25 @@ CPU, GPU = torch.device("cpu"), torch.device("cuda")
 BUDGET = AdaptiveConfig(token_budget=4096)
 
 
-def attentions(model: nn.Module) -> list[MultiHeadAttention]:
-    return [module for module in model.modules() if isinstance(module, MultiHeadAttention)]
-
-
 def windowed(*args: Any, **kwargs: Any) -> None:
     raise NotImplementedError
 
 
-def own_attention() -> nn.Module:
+def with_attention(change: Callable[[MultiHeadAttention], None]) -> nn.Module:
     model = build()
-    for attention in attentions(model):
-        attention._attention_call = windowed
+    for module in model.modules():
+        if isinstance(module, MultiHeadAttention):
+            change(module)
     support_documents(model)
     return model
 
 
+def own_attention() -> nn.Module:
+    return with_attention(lambda each: setattr(each, "_attention_call", windowed))
+
+
 def own_forward() -> nn.Module:
-    model = build()
-    for attention in attentions(model):
-        attention.forward = partial(MultiHeadAttention.forward, attention)  # type: ignore[method-assign]
-    return model
-
-
-def shifting_tokens() -> nn.Module:
-    """Shift part of the previous token into every feed-forward layer, across samples."""
-    model = build()
-
-    def shifted(_: nn.Module, states: tuple[Tensor]) -> tuple[Tensor]:
-        return (states[0] + 0.5 * nn.functional.pad(states[0], (0, 0, 1, -1)),)
-
-    for layer in model.layers:
-        layer.mlp.register_forward_pre_hook(shifted)
-    return model
-
-
-def centred() -> nn.Module:
-    """Subtract the mean of the row, so that samples affect each other."""
-    model = build()
-    for layer in model.layers:
-        layer.mlp.register_forward_pre_hook(lambda _, states: (states[0] - states[0].mean(dim=1, keepdim=True),))
-    return model
-
-
-def learned_positions() -> nn.Module:
-    """Add absolute positions to the tokens."""
-
-    def added(_: nn.Module, __: Any, states: Tensor) -> Tensor:
-        return states + 0.02 * torch.arange(states.size(1))[:, None]
-
-    model = build()
-    model.tok_embeddings.register_forward_hook(added)
-    return model
+    return with_attention(lambda each: setattr(each, "forward", partial(MultiHeadAttention.forward, each)))
 
 
 def narrow_gemma2() -> nn.Module:
@@ -139,13 +106,23 @@ def test_torchtunes_models_do_not_need_padding(
     assert not decide(BUDGET, build(), replace(SETTINGS, dtype=dtype), device=device)
 
 
-@pytest.mark.parametrize("make", [shifting_tokens, centred, learned_positions])
+MIXING: dict[str, Callable[[Tensor], Tensor]] = {
+    "adds part of the previous token": lambda states: states + 0.5 * nn.functional.pad(states, (0, 0, 1, -1)),
+    "subtracts the mean of the row": lambda states: states - states.mean(dim=1, keepdim=True),
+    "adds absolute positions": lambda states: states + 0.02 * torch.arange(states.size(1))[:, None],
+}
+
+
+@pytest.mark.parametrize("mixing", MIXING)
 def test_model_that_mixes_samples_of_a_row_is_detected_by_a_trial(
-    make: Callable[[], nn.Module], caplog: pytest.LogCaptureFixture
+    mixing: str, caplog: pytest.LogCaptureFixture
 ) -> None:
+    model = build()
+    for layer in model.layers:
+        layer.mlp.register_forward_pre_hook(lambda _, states: (MIXING[mixing](states[0]),))
     with caplog.at_level(logging.INFO):
-        assert decide(BUDGET, make(), run_model=True)
-    assert "depends on the other samples in its row (logits differ by " in caplog.text
+        assert decide(BUDGET, model, run_model=True)
+    assert "depends on the other samples in its row" in caplog.text
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
