@@ -137,7 +137,8 @@ class InBackward(Trained):
         self.optimizers[parameter].zero_grad()
 
     def step(self) -> TrainingStep[Tensor]:
-        return replace(super().step(), update=lambda result: None, optimizers=list(self.optimizers.values()))
+        optimizers = list(self.optimizers.values())
+        return replace(super().step(), update=lambda result: None, optimizers=optimizers, boundaries={})
 
 
 def test_search_with_optimizers_in_the_backward_restores_everything():
@@ -147,6 +148,7 @@ def test_search_with_optimizers_in_the_backward_restores_everything():
         result = search_within(trained.step(), meter, 400_000)
         assert state_of(trained) == before
         assert all(not optimizer.state for optimizer in trained.optimizers.values())
+    assert set(result.lines) == {"forward and backward", "update"}, "without boundaries"
     assert result.rows > 1
     assert result.out_of_memory_count == 0
 

@@ -44,20 +44,26 @@ def test_torchtunes_config_with_these_changes_is_accepted_and_equals_ours() -> N
     read_ppo_settings(config(OURS))
 
 
-OUTSIDE_THEIR_RANGE = [
-    *("tensor_parallel_dim=2", "fsdp_cpu_offload=True", "enable_activation_offloading=True", "optimizer_in_bwd=True"),
-    *("temperature=0", "temperature=1e-38", "temperature=.inf", "stop_token_ids=3", "stop_token_ids=[true]"),
-    *("num_steps=0", "resume_from_checkpoint=True", "gamma=2", "kl_coeff=1e38", "kl_coeff=-0.1"),
-    *("reward_penalty=.nan", "reward_penalty=-1e38"),
-    *("loss.epsilon=abc", "loss.value_clip_range=null", "loss.value_coeff=.inf"),
-]
+REFUSED = {
+    "1": ["tensor_parallel_dim=2"],
+    "False": ["fsdp_cpu_offload=True", "enable_activation_offloading=True", "optimizer_in_bwd=True"],
+    "False or auto": ["resume_from_checkpoint=True"],
+    "a whole number of at least 1": ["num_steps=0"],
+    "a finite number of at least 1e-06": ["temperature=0", "temperature=1e-38", "temperature=.inf"],
+    "a number from 0 to 1": ["gamma=2"],
+    "a number from 0 to 1e+12": ["kl_coeff=1e38", "kl_coeff=-0.1", "loss.value_coeff=.inf"],
+    "a number from -1e+12 to 1e+12": ["reward_penalty=.nan", "reward_penalty=-1e38"],
+    "a number of at least 0, or .inf, for no clipping": ["loss.epsilon=abc", "loss.value_clip_range=null"],
+    "a list of tokens, as numbers or null": ["stop_token_ids=3", "stop_token_ids=[true]"],
+}
+"""Overrides, by the values that their key allows."""
 
 
-@pytest.mark.parametrize("override", OUTSIDE_THEIR_RANGE)
-def test_value_outside_the_range_of_its_key_is_refused_with_the_allowed_values(override: str) -> None:
+@pytest.mark.parametrize(("allowed", "override"), [(each, value) for each in REFUSED for value in REFUSED[each]])
+def test_value_outside_the_range_of_its_key_is_refused_with_the_allowed_values(allowed: str, override: str) -> None:
     message = refused(DEMO, override)
     assert message.startswith(f"{override.partition('=')[0]} is ")
-    assert "allowed is " in message
+    assert message.endswith(f"allowed is {allowed}")
 
 
 @pytest.mark.parametrize(
