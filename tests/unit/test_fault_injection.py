@@ -1,35 +1,20 @@
 """Faults occur exactly where requested. One process; tests/distributed has several ranks."""
 
 import torch
-from torch import Tensor, nn
 
 from tests.fault_injection import FaultInjector
-from torchtune_adaptive import RowLimit, SampleKind, StepRunner, Totals
-
-SAMPLES = [torch.arange(4.0)] * 4
-KIND = SampleKind(length_of=len, filler=lambda sample: sample)
-
-
-def runner_of(rows: int = 4) -> StepRunner[Tensor]:
-    torch.manual_seed(0)
-    model = nn.Linear(4, 1)
-
-    def forward_backward(samples):
-        loss = model(torch.stack(list(samples))).square().sum()
-        loss.backward()
-        return Totals(loss.detach(), len(samples))
-
-    return StepRunner(model, forward_backward, limit=RowLimit(rows), kind=KIND)
+from tests.unit.engine.test_runner import SAMPLES, a_model, runner_of
+from torchtune_adaptive import RowLimit, Totals
 
 
 def test_failing_operation_does_not_run():
-    runner = runner_of()
+    runner = runner_of(a_model(), 4)
     with FaultInjector(runner).count(rank=0, step=0) as faults:
         runner.run(SAMPLES, step=0)
     operations = faults.operations
     assert operations[0] == "aten.stack.default"
     assert "aten.pow.Tensor_Scalar" in operations
-    again = runner_of()
+    again = runner_of(a_model(), 4)
     at = operations.index("aten.pow.Tensor_Scalar") + 1
     with FaultInjector(again).fail_at(rank=0, step=0, operation=at).fail_at(rank=0, step=0, operation=at) as faults:
         again.run(SAMPLES, step=0)
@@ -45,7 +30,7 @@ def test_growing_storage_is_an_operation():
         storage.resize_(0)
         return Totals(torch.ones(()), len(samples))
 
-    runner = StepRunner(nn.Linear(1, 1), growing, limit=RowLimit(4), kind=KIND)
+    runner = runner_of(a_model(), 8, forward_backward=growing)
     with FaultInjector(runner).count(rank=0, step=0) as faults:
         runner.run(SAMPLES, step=0)
     assert faults.operations.count("resize_") == 1  # shrinking needs no memory

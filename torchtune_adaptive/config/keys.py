@@ -65,15 +65,6 @@ def count_up_to(most: int) -> Rule:
     return Rule(lambda v: COUNT.accepts(v) and v <= most, f"a whole number from 1 to {most}")
 
 
-def counts_up_to(most: int) -> Rule:
-    """Allow lists of whole numbers from 1 to `most`."""
-    each = count_up_to(most)
-    return Rule(
-        lambda v: isinstance(v, list) and bool(v) and all(map(each.accepts, v)),
-        f"a list of whole numbers from 1 to {most}",
-    )
-
-
 def some_of(*choices: str) -> Rule:
     """Allow lists of these names."""
     return Rule(lambda v: NAMES.accepts(v) and v and set(v) <= set(choices), f"a list of {', '.join(choices)}")
@@ -156,9 +147,6 @@ class AdaptiveConfig:
     regrow_after: int = setting(COUNT_OR_0, 200)
     """raise a reduced limit by one size after this many steps without an out-of-memory error or a flush of the
     allocator's cache, or after an eighth of them if it was reduced soon after a search. 0: never raise it"""
-    max_skipped_steps: int = setting(COUNT_OR_0, 10)
-    """end the run, on all ranks, after more than this many consecutive steps with a NaN or infinite loss or gradient.
-    Such a gradient never updates the weights"""
     memory_limit: tuple[MemorySize, ...] | None = setting(SIZES, None, convert=parse_sizes)
     """memory that a rank may use: an amount (`24GiB`, `500MiB`, `80GB`), a fraction of the device (`0.9`), or a list
     with one value per rank. On a GPU the CUDA allocator enforces the limit; on a CPU a meter does. A search on a CPU

@@ -36,8 +36,6 @@ class Recipe:
     name: str
     stock_name: str
     """The recipe of torchtune that it replaces."""
-    saved_as: str
-    """The name of the recipe in the manifest of a checkpoint."""
     reader: str
     """Dotted path of the function that returns the settings: common ones, or a pair of common and specific ones."""
     own_keys: str = ""
@@ -55,14 +53,13 @@ class Recipe:
 
 
 CHECKS = "torchtune_adaptive.config.checks:read_{}_settings"
-FULL = Recipe("adaptive_full_finetune_distributed", "full_finetune_distributed", "full", CHECKS.format("full"))
-LORA = Recipe("adaptive_lora_finetune_distributed", "lora_finetune_distributed", "lora", CHECKS.format("lora"))
-FULL_DPO = Recipe("adaptive_full_dpo_distributed", "full_dpo_distributed", "full_dpo", CHECKS.format("full_dpo"))
-LORA_DPO = Recipe("adaptive_lora_dpo_distributed", "lora_dpo_distributed", "lora_dpo", CHECKS.format("lora"))
+FULL = Recipe("adaptive_full_finetune_distributed", "full_finetune_distributed", CHECKS.format("full"))
+LORA = Recipe("adaptive_lora_finetune_distributed", "lora_finetune_distributed", CHECKS.format("lora"))
+FULL_DPO = Recipe("adaptive_full_dpo_distributed", "full_dpo_distributed", CHECKS.format("full_dpo"))
+LORA_DPO = Recipe("adaptive_lora_dpo_distributed", "lora_dpo_distributed", CHECKS.format("lora"))
 PPO = Recipe(
     "adaptive_ppo_full_finetune_distributed",
     "ppo_full_finetune_single_device",
-    "full_ppo",
     "torchtune_adaptive.rl.settings:read_ppo_settings",
     "torchtune_adaptive.rl.settings:PPO_KEYS",
 )

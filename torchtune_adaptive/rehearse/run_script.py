@@ -69,24 +69,23 @@ def main(folder: str, settings_json: str, *command: str) -> NoReturn:
         recorder.write("process", memory)
         return rank, running
 
-    fake_ranks, values, recorder.notes = replace_functions()
+    fake_ranks, values = replace_functions()
     values.guesses.on_guess, values.skew = recorder.guessed, settings.skew
     values.alone = settings.together is None
     fake_ranks.begin(settings.rank, settings.ranks, start_ranks, Path(folder, "store"))
     _run_recorded(recorder, command)
 
 
-def replace_functions() -> tuple[FakeRanks, DeviceValues, set[str]]:
-    """Replace the functions of torch that a null device does not support. The set receives notes for the report."""
-    fake_ranks, values, notes = FakeRanks(run), DeviceValues(), set[str]()
+def replace_functions() -> tuple[FakeRanks, DeviceValues]:
+    """Replace the functions of torch that a null device does not support."""
+    fake_ranks, values = FakeRanks(run), DeviceValues()
     HOOKS.has_peers = HOOKS.has_values = False
     fake_ranks.install()
     _skip_autotuning()
     _skip_writes_on_host()
-    _run_recurrent_layers_without_cudnn(notes)
     after_import("transformers.modeling_utils", _build_models_without_weights)
     values.install()
-    return fake_ranks, values, notes
+    return fake_ranks, values
 
 
 def _run_recorded(recorder: StepRecorder, command: Sequence[str]) -> NoReturn:
@@ -170,22 +169,6 @@ def _skip_writes_on_host() -> None:
         skip(torch.Tensor, name, is_offloaded)
     register_optimizer_step_pre_hook(hide)
     register_optimizer_step_post_hook(show)
-
-
-def _run_recurrent_layers_without_cudnn(notes: set[str]) -> None:
-    """Use torch's native kernels, because a null device cannot compute the layout of cuDNN's weights."""
-    torch.nn.RNNBase.flatten_parameters = lambda _: None  # type: ignore[method-assign,assignment]
-    for layer in torch.nn.LSTM, torch.nn.GRU, torch.nn.RNN:
-        layer_forward = layer.forward
-
-        @functools.wraps(layer_forward)
-        def forward(*args: Any, layer_forward: Any = layer_forward, **kwargs: Any) -> Any:
-            notes.add("recurrent layers ran with torch's native kernels, which keep more activations than cuDNN's: "
-                      "training needs less memory")  # fmt: skip
-            with torch.backends.cudnn.flags(enabled=False):
-                return layer_forward(*args, **kwargs)
-
-        layer.forward = forward  # type: ignore[method-assign]
 
 
 def _skip_autotuning() -> None:

@@ -66,8 +66,6 @@ class StepRecorder:
         """The peaks of all steps and of the time after the last one."""
         self._state_bytes = 0
         """Bytes that optimizers allocated in their first steps."""
-        self.notes = set[str]()
-        """Notes for the end of the report."""
         self._searching = False
         self._guesses, self._fixed = set[tuple[str, str, int]](), settings.fixed
         self._inverted = settings.inverted
@@ -132,7 +130,6 @@ class StepRecorder:
             "workspaces of cuFFT, cuSOLVER and cuSPARSE are not counted: training needs more memory": used_workspaces(),
             "managed memory (a paged optimizer's state) is counted as host memory": used_memory(managed=True) > 0,
         }
-        self.notes |= {note for note, applies in conditions.items() if applies}
         facts = {
             "error": message,
             "needs_ranks": _ranks_needed(error),
@@ -142,7 +139,7 @@ class StepRecorder:
             "stopped": stopped,
             "state_bytes": self._state_bytes,
             "devices": [{"device": at, **asdict(each)} for at, each in self._run.items() if each.reserved_bytes],
-            "notes": sorted(self.notes),
+            "notes": [note for note, applies in conditions.items() if applies],
         }
         self.write("end", {**asdict(_fullest(after_last_step)), **facts})
 

@@ -115,4 +115,4 @@ class Iterations:
         logged |= {"lr": self.optimization.learning_rate(), **self.stages.figures()}
         recorded = self.stages.figures_of_run(time.perf_counter() - self._began)
         self.run.metrics.log(iteration, f"reward {logged['scores']:.4f}", logged, recorded)
-        self.loop.advance(means["loss"], means["grad_norm"], stop_requested=self.stages.stop_requested)
+        self.loop.advance(stop_requested=self.stages.stop_requested)

@@ -23,7 +23,6 @@ from torchtune_adaptive.config.keys import Settings
 from torchtune_adaptive.engine.limits import Limit
 from torchtune_adaptive.engine.memory import MemorySource
 from torchtune_adaptive.engine.results import StepResult
-from torchtune_adaptive.errors import NotLearningError
 from torchtune_adaptive.formatting import count_of, format_bytes
 from torchtune_adaptive.lifecycle.console import progress_bar
 from torchtune_adaptive.lifecycle.run_state import THIS_RUN, RunPhase
@@ -90,12 +89,12 @@ class Metrics:
 
     def log_step(
         self, step: int, result: StepResult, grad_norm: float | None, samples: float | None, more: Mapping[str, float]
-    ) -> float:
-        """Log a step and return its loss, a mean over target tokens or over `samples`. Waits for the GPU."""
+    ) -> None:
+        """Log a step with its loss, a mean over target tokens or over `samples`. Waits for the GPU."""
         loss = float(result.loss_sum) / max(1, result.target_tokens if samples is None else samples)
         now, ranks = time.perf_counter(), dist.get_world_size()
         tokens_per_second, self._step_began = result.target_tokens / (now - self._step_began), now
-        self._skipped += grad_norm is not None and not math.isfinite(grad_norm)
+        skipped = self._skipped + (grad_norm is not None and not math.isfinite(grad_norm))
         figures = {
             "loss": loss,
             **more,
@@ -107,7 +106,7 @@ class Metrics:
             "rank_imbalance": result.imbalance,
             "allocator_retries": result.retries,
             **({} if grad_norm is None else {"grad_norm": grad_norm}),
-            "skipped_updates": self._skipped,
+            "skipped_updates": skipped,
         }
         # Tensor-parallel ranks train the same samples, so a sum over ranks counts each sample several times.
         sharing = self._settings.tensor_parallel_dim
@@ -118,12 +117,13 @@ class Metrics:
             **({} if result.memory is None else result.memory._asdict()),
         }
         self.log(step, f"loss {loss:.4f}", figures, run)
-        return loss
 
     def log(self, step: int, headline: str, figures: Mapping[str, float], run: Mapping[str, object]) -> None:
         """Log figures to the metric logger and to the journal, and those of `run` only to the journal."""
-        self._skipped = int(figures["skipped_updates"])
+        before, self._skipped = self._skipped, int(figures["skipped_updates"])
         if self._shown:
+            if self._skipped > before:
+                logger.warning("step %d: the gradient norm is not finite; the weights are not updated", step)
             self._first = self._first if self._first[0] else (step, headline)
             self._latest = headline.split()[-1]
             self._bar.set_postfix_str(", ".join((headline, *self._pace(figures, run))), refresh=False)
@@ -190,35 +190,6 @@ class Metrics:
             logger.info("%s%s: %s -> %s%s, checkpoints in %s", what, since, first, self._latest, skipped, directory)
         with suppress(OSError):
             self._logger.close()
-
-
-class LossWatch:
-    """Raises NotLearningError if losses or gradients stay NaN: on all ranks, because they are those of all ranks."""
-
-    def __init__(self, max_skipped_steps: int) -> None:
-        self._max_skipped, self._nan_in_a_row = max_skipped_steps, 0
-
-    def record(self, step: int, loss: float, grad_norm: float | None) -> None:
-        """Record a step; warn if its loss or gradient norm is not finite, raise if too many in a row are not.
-
-        `grad_norm` is None if the optimizer runs in the backward and has already updated the weights.
-        """
-        skipped = grad_norm is not None and not math.isfinite(grad_norm)
-        if math.isfinite(loss) and not skipped:
-            self._nan_in_a_row = 0
-            return
-        self._nan_in_a_row += 1
-        what = f"gradient norm is {grad_norm}" if math.isfinite(loss) else f"loss is {loss}"
-        if self._nan_in_a_row > self._max_skipped:
-            steps = count_of(self._nan_in_a_row, "consecutive step")
-            raise NotLearningError(
-                f"step {step}: the {what}, in {steps}, and adaptive.max_skipped_steps is {self._max_skipped}; "
-                "start a new run with a lower optimizer.lr, a clip_grad_norm or dtype: fp32, from the weights of the "
-                "last checkpoint if there is one"
-            )
-        if self._nan_in_a_row == 1 and dist.get_rank() == 0:
-            effect = "the weights are not updated" if skipped else "the weights may be NaN now"
-            logger.warning("step %d: the %s; %s", step, what, effect)
 
 
 class StepProfiler:

@@ -33,7 +33,7 @@ from torchtune_adaptive.tune.data import Data, StepLoader
 from torchtune_adaptive.tune.dealing import Dealer
 from torchtune_adaptive.tune.distributed import free_setup_memory, join, leave, set_cpu_threads
 from torchtune_adaptive.tune.images import with_equal_tiles
-from torchtune_adaptive.tune.metrics import LossWatch, Metrics, StepProfiler, record_epoch
+from torchtune_adaptive.tune.metrics import Metrics, StepProfiler, record_epoch
 from torchtune_adaptive.tune.optimizer import Optimization
 from torchtune_adaptive.tune.samples import Sample
 from torchtune_adaptive.tune.validation import LOSS, Validation
@@ -147,7 +147,6 @@ class TrainingLoop:
         run.progress = replace(run.progress, dataset_samples=samples)
         trained = stages.training.model
         data.dataset.most_tokens = max_seq_len_of([trained])
-        self._losses = LossWatch(run.settings.adaptive.max_skipped_steps)
         self._profiler = StepProfiler(run.settings.config, run.devices.device)
         self._stopping = False
 
@@ -201,14 +200,13 @@ class TrainingLoop:
     ) -> None:
         """Collective: log and count a step, and save if due. The loss is a mean over target tokens or `samples`."""
         figures = {"lr": self.optimization.learning_rate(), **(more or {}), "oom_recoveries": self.stages.recoveries}
-        loss = self.run.metrics.log_step(self.run.progress.step + 1, result, grad_norm, samples, figures)
-        self.advance(loss, grad_norm, stop_requested=result.stop_requested)
+        self.run.metrics.log_step(self.run.progress.step + 1, result, grad_norm, samples, figures)
+        self.advance(stop_requested=result.stop_requested)
 
-    def advance(self, loss: float, grad_norm: float | None, *, stop_requested: bool) -> None:
+    def advance(self, *, stop_requested: bool) -> None:
         """Collective: count a logged step, validate and save a checkpoint if due, and end the run after a signal."""
         run = self.run
         run.progress = run.progress.after_step(self._sizes, run.devices.ranks)
-        self._losses.record(run.progress.step, loss, grad_norm)
         self._profiler.step()
         self._stopping = stop_requested
         best = self._validate_if_due()

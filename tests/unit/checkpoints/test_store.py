@@ -6,7 +6,6 @@ import os
 import stat
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -18,7 +17,14 @@ from hypothesis import strategies as st
 from tests.unit.checkpoints.checkpoint_files import CONTENT, complete, manifest, marked, save, stage
 from torchtune_adaptive.atomic_files import replace_file
 from torchtune_adaptive.checkpoints import store
-from torchtune_adaptive.checkpoints.store import MANIFEST_FILE, Manifest, read_manifest, record_files, write_manifest
+from torchtune_adaptive.checkpoints.store import (
+    MANIFEST_FILE,
+    Manifest,
+    Position,
+    read_manifest,
+    record_files,
+    write_manifest,
+)
 
 
 class Killed(BaseException):
@@ -167,34 +173,26 @@ def test_newest_checkpoint_is_the_last_saved_one(tmp_path: Path) -> None:
     finished=st.lists(st.booleans(), min_size=1, max_size=8),
     keep_last=st.none() | st.integers(1, 9),
     resumed_from=st.none() | st.integers(0, 7),
+    best=st.none() | st.integers(0, 7),
 )
-def test_pruning_keeps_newest_final_and_resumed_checkpoints(
-    finished: list[bool], keep_last: int | None, resumed_from: int | None
+def test_pruning_keeps_newest_final_best_resumed_and_incomplete_checkpoints(
+    finished: list[bool], keep_last: int | None, resumed_from: int | None, best: int | None
 ) -> None:
-    found = [
-        store.FoundCheckpoint(Path(f"step_{serial}"), manifest(serial, finished=last), None)
-        for serial, last in enumerate(finished)
-    ][::-1]
+    found = [store.FoundCheckpoint(Path("epoch_9"), None, "has no manifest")]
+    for serial, last in enumerate(finished):
+        # only the newest checkpoint knows which one is the best
+        known = {"best_step": best if serial == len(finished) - 1 else 0, "finished": last}
+        position = Position(epochs=0, steps_in_epoch=serial, step=serial)
+        found.insert(
+            0, store.FoundCheckpoint(Path(f"step_{serial}"), manifest(serial, position=position, **known), None)
+        )
     removed: list[Path] = []
     with mock.patch.multiple(store, find_checkpoints=lambda _: found, remove=removed.append):
         store.prune(Path(), keep_last, f"step_{resumed_from}")
-    kept = {each.name for each in found if each.path not in removed}
-    newest = {each.name for each in found[:keep_last]}
-    stays = {each.name for each, last in zip(reversed(found), finished, strict=True) if last} | {f"step_{resumed_from}"}
-    assert kept == (newest | stays) & {each.name for each in found}
-
-
-@pytest.mark.parametrize(("named", "kept"), [(None, ["step_3"]), (1, ["step_1", "step_3"])])
-def test_pruning_keeps_the_checkpoint_that_the_newest_one_names_as_the_best(
-    tmp_path: Path, named: int | None, kept: list[str]
-) -> None:
-    for serial in range(4):
-        path, best = save(tmp_path, f"step_{serial}", serial), named if serial == 3 else 0
-        found = read_manifest(path)
-        assert isinstance(found, Manifest)
-        write_manifest(path, replace(found, best_step=best, position=replace(found.position, step=serial)))
-    store.prune(tmp_path, keep_last=1, resumed_from=None)
-    assert sorted(path.name for path in tmp_path.glob("step_*")) == kept
+    stays = {f"step_{serial}" for serial, last in enumerate(finished) if last or serial in (resumed_from, best)}
+    newest = {each.name for each in found[:-1][:keep_last]}
+    names = {each.name for each in found}
+    assert {path.name for path in removed} == names - stays - newest - {"epoch_9"}
 
 
 def test_linked_checkpoint_is_removed_without_its_files(tmp_path: Path) -> None:
@@ -203,14 +201,6 @@ def test_linked_checkpoint_is_removed_without_its_files(tmp_path: Path) -> None:
     store.remove(tmp_path / "epoch_0")
     assert [path.name for path in tmp_path.iterdir()] == ["other"]
     assert complete(tmp_path / "other") == ["epoch_0"]
-
-
-def test_pruning_keeps_incomplete_checkpoints(tmp_path: Path) -> None:
-    (tmp_path / "epoch_9").mkdir()
-    for serial in range(3):
-        save(tmp_path, f"step_{serial}", serial)
-    store.prune(tmp_path, keep_last=1, resumed_from=None)
-    assert sorted(path.name for path in tmp_path.glob("*_*")) == ["epoch_9", "step_2"]
 
 
 def test_any_flipped_bit_in_a_manifest_is_detected(tmp_path: Path) -> None:

@@ -27,14 +27,10 @@ def status(capsys: pytest.CaptureFixture[str]) -> Status:
     return report
 
 
-def started(directory: Path, serial: int = 0) -> None:
-    run_state.record_start(directory, serial)
-
-
 @pytest.fixture
 def run_folder(tmp_path: Path) -> Path:
     """The folder of a started run that has not recorded its end."""
-    started(tmp_path)
+    run_state.record_start(tmp_path, 0)
     return tmp_path
 
 
@@ -54,7 +50,6 @@ def test_run_without_a_checkpoint_can_restart(run_folder: Path, status: Status) 
     run_state.record_end(run_folder, run_state.STOPPED, "SIGTERM: stopped during the search, before the first step")
     code, report = status(run_folder)
     assert code == CAN_CONTINUE
-    assert "from the beginning" in report
     assert report.splitlines()[-1] == f"start over with: {run_state.SAME_COMMAND}"
     assert "last time: SIGTERM: stopped during the search" in report
 
@@ -65,7 +60,7 @@ def test_finished_run_stays_finished_until_started_with_more_epochs(run_folder: 
     assert code == FINISHED
     assert report.startswith("finished: step 4\n")
     assert "resume with" not in report
-    started(run_folder, serial=4)
+    run_state.record_start(run_folder, 4)
     assert status(run_folder)[0] == CAN_CONTINUE
     save(run_folder, "epoch_2", serial=4, finished=True)
     assert status(run_folder)[0] == FINISHED
@@ -77,7 +72,7 @@ def test_user_error_is_not_restarted(run_folder: Path, status: Status) -> None:
     code, report = status(run_folder)
     assert (code, report.splitlines()[0]) == (BROKEN, "broken: step 3: the loss is nan")
     assert str(run_folder / "step_2") in report
-    started(run_folder, serial=1)  # the user has fixed the error, and the run continues
+    run_state.record_start(run_folder, 1)  # the user has fixed the error, and the run continues
     assert status(run_folder)[0] == CAN_CONTINUE
 
 
@@ -87,8 +82,7 @@ def test_run_without_a_complete_checkpoint_is_broken_and_advised_no_refused_comm
     (save(run_folder, "step_2", serial=0) / "recipe_state.pt").unlink()
     code, report = status(run_folder)
     assert code == BROKEN
-    assert "the run has no intact checkpoint" in report
-    assert "resume with" not in report
+    assert run_state.SAME_COMMAND not in report
     assert "start over with another output_dir" in report
     assert f"skipped: {run_folder / 'step_2'} is damaged: recipe_state.pt is missing" in report
 
@@ -100,14 +94,14 @@ def test_folder_without_a_run_is_reported(missing: bool, tmp_path: Path, status:
     assert report == (f"{tmp_path / 'none'} is not a folder\n" if missing else f"{tmp_path} contains no run\n")
 
 
-def test_copied_folder_is_judged_by_its_contents(tmp_path: Path, status: Status) -> None:
-    original, copy = tmp_path / "original", tmp_path / "a copy"
-    original.mkdir()
-    started(original)
-    save(original, "step_2", serial=0)
-    shutil.copytree(original, copy)
-    save(original, "epoch_0", serial=1, finished=True)
-    assert status(original)[0] == FINISHED
+def test_copied_folder_is_judged_by_its_contents(
+    run_folder: Path, tmp_path_factory: pytest.TempPathFactory, status: Status
+) -> None:
+    copy = tmp_path_factory.mktemp("elsewhere") / "a copy"
+    save(run_folder, "step_2", serial=0)
+    shutil.copytree(run_folder, copy)
+    save(run_folder, "epoch_0", serial=1, finished=True)
+    assert status(run_folder)[0] == FINISHED
     code, report = status(copy)
     assert code == CAN_CONTINUE
     assert f"newest complete checkpoint: {copy / 'step_2'} " in report
@@ -118,18 +112,6 @@ def test_running_run_is_reported_as_running(run_folder: Path, status: Status, mo
     code, report = status(run_folder)
     assert (code, report) == (CAN_CONTINUE, "running: process 7 on node3, since noon\n")
     assert run_state.lock_holder(run_folder) is None
-
-
-def test_run_that_cannot_record_its_state_logs_the_consequence(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    (tmp_path / run_state.RUN_FILE).mkdir()
-    started(tmp_path)
-    assert caplog.messages == [
-        f"cannot write {tmp_path / run_state.RUN_FILE} (Is a directory): "
-        "`tune-adaptive status` cannot report how this run ended"
-    ]
-    assert [path.name for path in tmp_path.iterdir()] == [run_state.RUN_FILE]
 
 
 @pytest.mark.parametrize("content", ["", "[]", "{}", '{"serial": 3'])

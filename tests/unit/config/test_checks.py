@@ -2,6 +2,7 @@
 
 import dataclasses
 import logging
+import re
 from typing import Any
 
 import pytest
@@ -22,12 +23,12 @@ from torchtune_adaptive.errors import BETWEEN_ERRORS, ConfigError
         ("grad_accumulation_steps", "gradient_accumulation_steps"),
         ("epoch", "epochs"),
         ("adaptve", "adaptive"),
-        ("lr_schedular", "lr_scheduler"),
+        *((field.name, f"adaptive.{field.name}") for field in dataclasses.fields(AdaptiveConfig)),
     ],
 )
-def test_misspelled_key_is_an_error_with_the_intended_key(slip: str, meant: str) -> None:
-    with pytest.raises(ConfigError, match=f"{slip} is not a known key: did you mean {meant}\\? If it is your own key"):
-        check_keys(OmegaConf.create({slip: 1}), log=True)
+def test_key_that_is_misspelled_or_at_the_wrong_level_is_an_error_with_the_intended_key(slip: str, meant: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^{slip} .* did you mean {re.escape(meant)}\?"):
+        check_keys(OmegaConf.create({"batch_size": 2, slip: 1}), log=True)
 
 
 @pytest.mark.parametrize("key", ["my_note", "batch_size_test", "ppo_batch_size", "low_cpu_ram"])
@@ -38,24 +39,11 @@ def test_custom_key_is_reported_once(key: str, caplog: pytest.LogCaptureFixture)
     assert caplog.messages == [f"ignored config keys: {key}"]
 
 
-OURS = [field.name for field in dataclasses.fields(AdaptiveConfig)]
-
-
-@pytest.mark.parametrize("name", OURS)
-def test_adaptive_key_at_the_top_level_is_an_error_with_its_full_name(name: str) -> None:
-    with pytest.raises(ConfigError, match=rf"^{name} has no effect here: did you mean adaptive\.{name}\? "):
-        check_keys(OmegaConf.create({"batch_size": 2, name: 1}), log=False)
-
-
 def test_all_wrong_keys_are_reported_together() -> None:
-    cfg = {"search": "binary", "batch_szie": 2, "epoch": 1}
+    wrong = ["search", "batch_szie", "epoch"]
     with pytest.raises(ConfigError) as caught:
-        check_keys(OmegaConf.create(cfg), log=True)
-    assert [error.partition(":")[0] for error in str(caught.value).split(BETWEEN_ERRORS)] == [
-        "search has no effect here",
-        "batch_szie is not a known key",
-        "epoch is not a known key",
-    ]
+        check_keys(OmegaConf.create(dict.fromkeys(wrong, 2)), log=True)
+    assert [error.split()[0] for error in str(caught.value).split(BETWEEN_ERRORS)] == wrong
 
 
 @pytest.mark.parametrize(
@@ -97,10 +85,12 @@ def problems(recipe: Recipe, cfg: DictConfig) -> str:
         (FULL, "use_maximum_batch_size=True", BUDGET, "use_maximum_batch_size is True and adaptive.token_budget is"),
         (FULL, "optimizer_in_bwd=True", BUDGET, "set optimizer_in_bwd: False or adaptive.token_budget: null"),
         (FULL, "", {**BUDGET, "max_batch_size": 4}, "max_batch_size is 4 and adaptive.token_budget is 4096"),
-        (FULL, "fsdp_cpu_offload=True", {}, "the weights are already on the CPU; set it to False"),
-        (FULL, "run_val_every_n_steps=2", {}, "run_val_every_n_steps is 2, but dataset_val is missing: add a section"),
-        (FULL, "ac_mode=selective", {}, "ac_mode is selective, but ac_option is null: set ac_option: N"),
-        (LORA, "tensor_parallel_dim=2", {}, "which LoRA finetuning does not support: allowed is 1"),
+        (FULL, "fsdp_cpu_offload=True", {}, "fsdp_cpu_offload is True"),
+        (FULL, "run_val_every_n_steps=2", {}, "run_val_every_n_steps is 2, but dataset_val is missing"),
+        (FULL, "ac_mode=selective", {}, "ac_mode is selective, but ac_option is null"),
+        (LORA, "tensor_parallel_dim=2", {}, "tensor_parallel_dim is 2"),
+        (FULL_DPO, "tensor_parallel_dim=2", {}, "tensor_parallel_dim is 2"),
+        (FULL_DPO, "optimizer_in_bwd=True", {}, "optimizer_in_bwd is True"),
         (FULL, "", {"search": "binary", "epochs": 1}, "adaptive.epochs is not a known key"),
     ],
 )
@@ -122,10 +112,6 @@ def test_all_contradictions_are_reported_together(recipe: Recipe) -> None:
 
 
 def test_errors_in_several_places_are_reported_together() -> None:
-    wrong = ("epochs=0", "model.lora_rank=0", "tokenizer.max_seq_len=-1")
-    message = problems(LORA, demo(LORA, *wrong))
-    for part in ("epochs is 0", "model.lora_rank is 0", "max_seq_len is -1"):
+    message = problems(LORA, demo(LORA, "epochs=0", "model.lora_rank=0", "tokenizer.max_seq_len=-1", search="x"))
+    for part in ("epochs is 0", "model.lora_rank is 0", "max_seq_len is -1", "adaptive.search is"):
         assert part in message
-    message = problems(LORA, demo(LORA, "model.lora_rank=0", token_budget="auto", max_batch_size=4))
-    assert "model.lora_rank is 0" in message
-    assert "adaptive.max_batch_size is 4" in message

@@ -1,6 +1,7 @@
 """Config sections become validated, frozen values."""
 
 import dataclasses
+import re
 from typing import Any
 
 import pytest
@@ -43,22 +44,20 @@ def test_rule_accepts_good_and_rejects_bad_values(rule: Rule, good: list[Any], b
 
 def test_section_reads_its_keys_and_ignores_others() -> None:
     assert read(Section, {"rows": 3, "other": "x"}) == Section(rows=3, names=None)
-
-
-def test_list_becomes_a_tuple_so_that_the_value_is_frozen() -> None:
     section = read(Section, OmegaConf.create({"rows": 1, "names": ["a", "b"]}))
-    assert section.names == ("a", "b")
-    assert hash(section) is not None
+    assert section.names == ("a", "b"), "a tuple, so that the value is frozen"
 
 
-def test_error_names_key_section_value_and_allowed_values() -> None:
-    with pytest.raises(ConfigError, match=r"^model\.rows is 'x': allowed is a whole number of at least 1$"):
-        read(Section, {"rows": "x"}, prefix="model.")
-
-
-def test_missing_required_key_is_named() -> None:
-    with pytest.raises(ConfigError, match=r"^rows is missing: set it to a whole number of at least 1$"):
-        read(Section, {})
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"rows": "x"}, "model.rows is 'x': allowed is a whole number of at least 1"),
+        ({}, "model.rows is missing: set it to a whole number of at least 1"),
+    ],
+)
+def test_error_names_key_section_value_and_allowed_values(keys: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{re.escape(message)}$"):
+        read(Section, keys, prefix="model.")
 
 
 @pytest.mark.parametrize("section", [None, OmegaConf.create({})])
@@ -68,5 +67,5 @@ def test_without_an_adaptive_section_all_keys_have_their_defaults(section: Any) 
 
 @pytest.mark.parametrize("section", [5, "yes", ["recover_from_oom"]])
 def test_invalid_section_is_an_error(section: Any) -> None:
-    with pytest.raises(ConfigError, match=r"adaptive is .* allowed is a section"):
+    with pytest.raises(ConfigError, match=r"^adaptive is "):
         read_section(AdaptiveConfig, section, "adaptive")

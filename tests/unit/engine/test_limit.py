@@ -19,7 +19,7 @@ from torchtune_adaptive.engine.limits import (
 @pytest.mark.parametrize("count", [0, 2.5])
 def test_invalid_count_is_refused(count: float):
     for kind, unit in ((RowLimit, "rows"), (TokenLimit, "tokens")):
-        with pytest.raises(ValueError, match=f"whole number of {unit}, at least 1, but this one is {count}"):
+        with pytest.raises(ValueError, match=f"whole number of {unit}.*{count}"):
             kind(count)
 
 
@@ -42,13 +42,6 @@ surface_limits = st.builds(
     st.integers(1, 4096),
 )
 limits = st.integers(1, 64).map(RowLimit) | st.integers(1, 100_000).map(TokenLimit) | surface_limits
-
-
-def test_token_limit_counts_padding():
-    limit = TokenLimit(4096)
-    assert limit.fits(4, 1024)
-    assert not limit.fits(5, 1000)
-    assert limit.rows_at(1000) == 4
 
 
 @given(st.lists(st.integers(1, 500), min_size=1, max_size=9), st.floats(0, 9), st.floats(0, 9), st.floats(0, 9))

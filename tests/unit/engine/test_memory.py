@@ -174,11 +174,16 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
     ("limit", "others_gib", "room_gib"),
     [(None, 20, 60), (None, 0, 80), ("70GiB", 20, 60), ("24GiB", 20, 24), (0.3, 20, 24)],
 )
-def test_budget_is_the_remaining_memory_minus_a_margin(gpu: Gpu, limit: object, others_gib: int, room_gib: int):
+def test_figures_are_those_of_the_allocator_and_the_budget_leaves_a_margin(
+    gpu: Gpu, limit: object, others_gib: int, room_gib: int
+):
     gpu.others = others_gib * GIB
     memory = CudaMemory(None if limit is None else parse_size(limit, "adaptive.memory_limit"))
     assert memory.budget_bytes == pytest.approx(room_gib * GIB * (1 - FRAGMENTATION))
     assert memory.fullness == pytest.approx(10 / room_gib)
+    assert (memory.peak_bytes, memory.retries) == (7 * GIB, 2)
+    memory.reset_peak()
+    assert memory.peak_bytes == 5 * GIB
     if room_gib == 24:
         assert gpu.fraction == pytest.approx(0.3), "the allocator enforces it"
 
@@ -195,13 +200,6 @@ def test_limit_is_suspended_and_restored_even_after_an_error(gpu: Gpu):
         run_out_of_memory()
     assert seen == [1.0]
     assert gpu.fraction == pytest.approx(0.3)
-
-
-def test_peak_and_retries_are_those_of_the_allocator(gpu: Gpu):
-    memory = CudaMemory()
-    assert (memory.peak_bytes, memory.retries) == (7 * GIB, 2)
-    memory.reset_peak()
-    assert memory.peak_bytes == 5 * GIB
 
 
 @pytest.mark.parametrize(

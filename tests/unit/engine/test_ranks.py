@@ -13,46 +13,37 @@ from torchtune_adaptive.engine import ranks
 from torchtune_adaptive.engine.plans import load_of
 from torchtune_adaptive.engine.ranks import EqualSteps, checksum, comes_from_a_collective, explaining_failures
 from torchtune_adaptive.engine.results import AttemptReport, AttemptReports
-from torchtune_adaptive.errors import UnrecoverableError
+from torchtune_adaptive.errors import Remedy, UnrecoverableError
 
-NCCL = (
+OUT_OF_MEMORY = (
     "NCCL error in: NCCLUtils.cpp:77, unhandled cuda error (run with NCCL_DEBUG=INFO for details), NCCL version 2.27\n"
     "ncclUnhandledCudaError: Call to CUDA function failed.\nLast error:\nCuda failure 2 'out of memory'"
 )
+PEER_EXITED = "NCCL AllGather failed: remote process exited or there was a network error \nNCCL Last Error: socketPoll"
+NCCL_ERRORS = (dist.DistBackendError, RuntimeError)
+"""Of both classes of process groups."""
+GLOO = "[/pytorch/gloo/pair.cc:545] Read error [::1]:4: Connection reset. This may indicate"
 
 
-def explained(error: Exception) -> str:
-    with pytest.raises(UnrecoverableError) as raised, explaining_failures("an FSDP collective"):
+@pytest.mark.parametrize(
+    ("error", "says"),
+    [
+        (dist.DistBackendError(OUT_OF_MEMORY), "an FSDP collective failed on rank 0 (?s:.*) communicator is broken"),
+        *((kind(PEER_EXITED), r"another rank .* there was a network error\)") for kind in NCCL_ERRORS),
+        (RuntimeError(GLOO), r"another rank .*on rank 0: Read error \[::1\]:4: Connection reset\)"),
+    ],
+    ids=["out of memory", "NCCL", "NCCL, C++", "gloo"],
+)
+def test_failed_collective_names_its_cause_without_details_of_the_backend(error: Exception, says: str) -> None:
+    assert comes_from_a_collective(error)
+    with pytest.raises(UnrecoverableError, match=says) as raised, explaining_failures("an FSDP collective"):
         raise error
     assert raised.value.__cause__ is error
-    return str(raised.value)
+    assert raised.value.remedies == ((Remedy.ROOM_FOR_NCCL,) if "Cuda failure" in str(error) else ())
 
 
-def test_nccl_out_of_memory_is_reported_as_a_broken_communicator():
-    text = explained(torch.distributed.DistBackendError(NCCL))
-    assert "an FSDP collective failed on rank 0" in text
-    assert "communicator is broken" in text
-    assert text.endswith(
-        "; if CUDA was out of memory, leave more memory to NCCL: give CudaMemory a limit, for example 0.9"
-    )
-
-
-def test_other_failures_are_attributed_to_a_peer_or_the_network():
-    text = explained(
-        RuntimeError("[/pytorch/gloo/pair.cc:545] Read error [::1]:4: Connection reset. This may indicate")
-    )
-    assert text.startswith(
-        "another rank has exited or the network has failed (an FSDP collective failed on rank 0: Read error [::1]:4: "
-        "Connection reset), so the ranks are out of step"
-    )
-
-
-@pytest.mark.parametrize("kind", [torch.distributed.DistBackendError, RuntimeError])
-def test_errors_of_both_classes_of_nccl_are_recognized_and_end_at_the_first_line(kind: type[Exception]) -> None:
-    text = "NCCL AllGather failed: remote process exited or there was a network error \nNCCL Last Error: socketPoll"
-    assert comes_from_a_collective(kind(text))
+def test_error_that_only_mentions_nccl_is_not_of_a_collective() -> None:
     assert not comes_from_a_collective(ValueError("NCCL is not installed"))
-    assert "or there was a network error), so the ranks are out of step" in explained(kind(text))
 
 
 def test_oom_before_a_collective_is_not_converted():

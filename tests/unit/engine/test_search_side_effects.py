@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from tests.searched_model import Shape, Trained, search_within, state_of
 from torchtune_adaptive.engine import snapshot
@@ -58,24 +58,6 @@ def test_search_restores_everything_bitwise(kind: str, resumed: bool):
         assert meter.peak_bytes == meter.live_bytes
 
 
-def copied_bytes(optimizer: str, trained_before: bool, monkeypatch: pytest.MonkeyPatch) -> tuple[int, int]:
-    """Return the bytes of weights, and those that a search copies to the host."""
-    copied, to_host = [], snapshot._to_host
-
-    def counting(tensor: Tensor) -> Tensor:
-        copied.append(tensor.nbytes)
-        return to_host(tensor)
-
-    monkeypatch.setattr(snapshot, "_to_host", counting)
-    kind, options = OPTIMIZERS[optimizer]
-    with MemoryMeter() as meter:
-        trained = Trained(Shape(), kind, options)
-        if trained_before:
-            trained.train([2])
-        search_within(trained.step(), meter, 400_000)
-    return sum(each.nbytes for each in trained.model.parameters()), sum(copied)
-
-
 @pytest.mark.parametrize(
     ("optimizer", "trained_before", "copies"),
     [
@@ -88,8 +70,15 @@ def copied_bytes(optimizer: str, trained_before: bool, monkeypatch: pytest.Monke
 def test_search_copies_to_the_host_only_what_it_must(
     optimizer: str, trained_before: bool, copies: int, monkeypatch: pytest.MonkeyPatch
 ):
-    weights_bytes, copied = copied_bytes(optimizer, trained_before, monkeypatch)
-    assert abs(copied - copies * weights_bytes) < 1000, "buffers are copied, too, and zeros are not"
+    to_host, copied = snapshot._to_host, []
+    monkeypatch.setattr(snapshot, "_to_host", lambda tensor: copied.append(tensor.nbytes) or to_host(tensor))
+    with MemoryMeter() as meter:
+        trained = Trained(Shape(), *OPTIMIZERS[optimizer])
+        if trained_before:
+            trained.train([2])
+        search_within(trained.step(), meter, 400_000)
+    weights_bytes = sum(each.nbytes for each in trained.model.parameters())
+    assert abs(sum(copied) - copies * weights_bytes) < 1000, "buffers are copied, too, and zeros are not"
 
 
 def test_weights_survive_probes_whose_gradients_are_nan():
@@ -108,35 +97,39 @@ def test_weights_survive_probes_whose_gradients_are_nan():
         assert state_of(trained) == before
 
 
-def test_failed_search_restores_everything():
+@pytest.mark.parametrize(
+    ("update_fails", "error"),
+    [(False, OneRowDoesNotFitError), (True, UnrecoverableError)],
+    ids=["too little memory", "out of memory in the update"],
+)
+def test_failed_search_restores_everything(update_fails: bool, error: type[Exception]):
+    def update(result: Any) -> None:
+        trained.update(result)
+        if update_fails:
+            raise torch.OutOfMemoryError
+
     with MemoryMeter() as meter:
         trained = Trained(Shape())
         trained.train([2])
         before = state_of(trained)
-        with pytest.raises(OneRowDoesNotFitError):
-            search_within(trained.step(), meter, meter.live_bytes + 1000)
+        cap_bytes = 400_000 if update_fails else meter.live_bytes + 1000
+        with pytest.raises(error):
+            search_within(replace(trained.step(), update=update), meter, cap_bytes)
         assert state_of(trained) == before
 
 
-def test_oom_in_the_update_is_reported_and_restores_everything():
-    def update(result: Any) -> None:
-        trained.update(result)
-        raise torch.OutOfMemoryError
+class InBackward(Trained):
+    """Training whose optimizers step inside the backward, as soon as a gradient is ready."""
 
-    with MemoryMeter() as meter:
-        trained = Trained(Shape())
-        before = state_of(trained)
-        with pytest.raises(UnrecoverableError, match=r"rank 0 .* in the update"):
-            search_within(replace(trained.step(), update=update), meter, 400_000)
-        assert state_of(trained) == before
-
-
-class InBackward:
-    """A model whose optimizers step inside the backward, as soon as a gradient is ready."""
-
-    def __init__(self) -> None:
-        torch.manual_seed(0)
-        self.model = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64))
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.runner = StepRunner(
+            self.model,
+            self.forward_backward,
+            limit=RowLimit(1),
+            kind=SampleKind(length_of=len, filler=lambda tokens: tokens[:2]),
+            recovery=Recovery(self.model, enabled=False),
+        )
         self.optimizers = {p: torch.optim.AdamW([p], lr=0.01) for p in self.model.parameters()}
         for parameter in self.model.parameters():
             parameter.register_post_accumulate_grad_hook(self._update)
@@ -146,46 +139,31 @@ class InBackward:
         self.optimizers[parameter].zero_grad()
 
     def step(self) -> TrainingStep[Tensor]:
-        def forward_backward(samples: Sequence[Tensor]) -> Totals:
-            loss = self.model(torch.stack(list(samples))).square().sum()
-            loss.backward()
-            return Totals(loss.detach(), len(samples))
-
-        runner = StepRunner(
-            self.model,
-            forward_backward,
-            limit=RowLimit(1),
-            kind=SampleKind(length_of=len, filler=lambda sample: sample[:2]),
-            recovery=Recovery(self.model, enabled=False),
-        )
-        return TrainingStep(
-            runner=runner,
-            sample=torch.ones(32, 64),
-            update=lambda result: None,
-            optimizers=list(self.optimizers.values()),
-        )
-
-    def weights(self) -> list[bytes]:
-        return [p.numpy(force=True).tobytes() for p in self.model.parameters()]
+        optimizers = list(self.optimizers.values())
+        return replace(super().step(), update=lambda result: None, optimizers=optimizers, boundaries={})
 
 
 def test_search_with_optimizers_in_the_backward_restores_everything():
     with MemoryMeter() as meter:
-        trained = InBackward()
-        before = trained.weights()
-        result = search_within(trained.step(), meter, 2_000_000)
-        assert trained.weights() == before
+        trained = InBackward(Shape())
+        before = state_of(trained)
+        result = search_within(trained.step(), meter, 400_000)
+        assert state_of(trained) == before
         assert all(not optimizer.state for optimizer in trained.optimizers.values())
-    assert result.rows > 8
+    assert set(result.lines) == {"forward and backward", "update"}, "without boundaries"
+    assert result.rows > 1
     assert result.out_of_memory_count == 0
 
 
 def test_one_row_too_large_inside_the_backward_is_measured_and_not_fatal():
-    with MemoryMeter() as meter, pytest.raises(OneRowDoesNotFitError, match="one row of 32 tokens needs"):
-        search_within(InBackward().step(), meter, 110_000)
+    with MemoryMeter() as meter:
+        trained = InBackward(Shape())
+        with pytest.raises(OneRowDoesNotFitError) as caught:
+            search_within(trained.step(), meter, 2 * meter.live_bytes)
+    assert caught.value.need_bytes is not None
 
 
 @pytest.mark.parametrize("strategy", ["binary", "decrease"])
 def test_strategies_that_run_out_of_memory_are_refused_if_a_step_cannot_be_repeated(strategy: str):
-    with MemoryMeter() as meter, pytest.raises(ConfigError, match=rf"{strategy}' .*'linear'"):
-        search_within(InBackward().step(), meter, 2_000_000, strategy=strategy)
+    with MemoryMeter() as meter, pytest.raises(ConfigError, match=strategy):
+        search_within(InBackward(Shape()).step(), meter, 2_000_000, strategy=strategy)

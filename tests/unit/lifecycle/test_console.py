@@ -75,11 +75,7 @@ with progress_bar("epoch 1", 2, "steps", at_once=True) as bar:
 """
 
 
-def status_of(program: str, into: str) -> subprocess.CompletedProcess[str]:
-    """Run the program; its status is the last line printed."""
-    command = f"{sys.executable} -c '{program}' {into}; echo ${{PIPESTATUS[0]}}"
-    return subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=30 * PATIENCE, check=False)
-
-
 def test_run_survives_a_closed_log() -> None:
-    assert status_of(FALLS_SILENT, "2>&1 | true").stdout == "0\n"
+    command = f"{sys.executable} -c '{FALLS_SILENT}' 2>&1 | true; echo ${{PIPESTATUS[0]}}"
+    ended = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=30 * PATIENCE, check=False)
+    assert ended.stdout == "0\n"

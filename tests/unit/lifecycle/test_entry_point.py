@@ -17,6 +17,7 @@ from torchtune_adaptive.errors import (
     CollectiveFailedError,
     LimitExhaustedError,
     RecoveryUnsupportedError,
+    Remedy,
     UnrecoverableError,
 )
 from torchtune_adaptive.lifecycle import entry_point, run_state
@@ -64,11 +65,9 @@ def test_oom_outside_recovery_is_reported_with_remedies(recover: bool | None, wh
     with pytest.raises(RecoveryUnsupportedError) as caught, entry_point.explain_out_of_memory(recover):
         raise torch.OutOfMemoryError("aten.mm needs 9 bytes, but the limit is 8 bytes")
     text = caught.value.in_words(KEYS)
-    assert text.startswith("out of memory on rank 0 outside training, and ")
     assert why in text
     assert "(OutOfMemoryError: aten.mm needs 9 bytes, but the limit is 8 bytes)" in text
-    assert "lower batch_size, " in text
-    assert ("remove adaptive.recover_from_oom: False" in text) == (recover is False)
+    assert (Remedy.RECOVERY in caught.value.remedies) == (recover is False)
 
 
 @pytest.mark.parametrize("error", [KeyError("no memory"), LimitExhaustedError("out of memory")])

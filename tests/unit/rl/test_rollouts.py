@@ -44,15 +44,12 @@ def test_filler_tokens_do_not_count() -> None:
 MESH: Any = {"dp": SimpleNamespace(size=lambda: 1, get_local_rank=lambda: 0)}
 
 
-def samples_of(tokenizer: Any, key: str = "tokens") -> list[Any]:
-    return [{key: tokens, "labels": tokens} for tokens in ([1, 2], [3])]
-
-
-def build(*, listed: bool = False, **arguments: str) -> Any:
-    section = {"_component_": f"{__name__}.samples_of", **arguments}
-    cfg = OmegaConf.create({"dataset": [section] if listed else section})
-    return build_prompts(Settings(**NEEDED, config=cfg), SimpleNamespace(max_seq_len=1), MESH).dataset
+def samples_of(tokenizer: Any) -> list[Any]:
+    """Component of a dataset."""
+    return [{"tokens": tokens, "labels": tokens} for tokens in ([1, 2], [3])]
 
 
 def test_prompts_are_truncated_to_the_length_of_the_tokenizer() -> None:
-    assert [sample["tokens"] for sample in map(build().__getitem__, range(2))] == [[1], [3]]
+    cfg = OmegaConf.create({"dataset": {"_component_": f"{__name__}.samples_of"}})
+    dataset: Any = build_prompts(Settings(**NEEDED, config=cfg), SimpleNamespace(max_seq_len=1), MESH).dataset
+    assert [dataset[index]["tokens"] for index in range(2)] == [[1], [3]]

@@ -44,36 +44,42 @@ def test_torchtunes_config_with_these_changes_is_accepted_and_equals_ours() -> N
     read_ppo_settings(config(OURS))
 
 
-REFUSED = [
-    ("epochs=2", "epochs is 2, but PPO trains for num_steps: remove it"),
-    ("tensor_parallel_dim=2", "tensor_parallel_dim is 2"),
-    ("fsdp_cpu_offload=True", "fsdp_cpu_offload is True, which PPO does not support: allowed is False"),
-    ("enable_activation_offloading=True", "enable_activation_offloading is True"),
-    ("optimizer_in_bwd=True", "optimizer_in_bwd is True, which PPO does not support"),
-    ("temperature=0", "temperature is 0"),
-    ("temperature=1e-38", "temperature is 1e-38: allowed is a finite number of at least 1e-06"),
-    ("temperature=.inf", "temperature is inf: allowed is a finite number of at least 1e-06"),
-    ("num_steps=0", "num_steps is 0"),
-    ("stop_token_ids=3", "a list of tokens"),
-    ("stop_token_ids=[true]", "a list of tokens"),
-    ("dataset.packed=True", "prompts cannot be packed"),
-    ("ppo_batch_size=5", "batch_size must be a multiple of ppo_batch_size"),
-    ("gradient_accumulation_steps=3", "ppo_batch_size must be a multiple of gradient_accumulation_steps"),
-    ("resume_from_checkpoint=True", "allowed is False or auto"),
-    ("gamma=2", "gamma is 2: allowed is a number from 0 to 1"),
-    ("kl_coeff=1e38", "kl_coeff is 1e+38: allowed is a number from 0 to 1e+12"),
-    ("kl_coeff=-0.1", "kl_coeff is -0.1: allowed is a number from 0 to 1e+12"),
-    ("reward_penalty=.nan", "reward_penalty is nan: allowed is a number from -1e+12 to 1e+12"),
-    ("reward_penalty=-1e38", "reward_penalty is -1e+38: allowed is a number from -1e+12 to 1e+12"),
-    ("loss.epsilon=abc", "loss.epsilon is 'abc': allowed is a number of at least 0, or .inf"),
-    ("loss.value_clip_range=null", "loss.value_clip_range is null: allowed is a number of at least 0, or .inf"),
-    ("loss._component_=torchtune.rlhf.loss.DPOLoss", "loss._component_ is torchtune.rlhf.loss.DPOLoss, but PPO has"),
-    ("loss.value_coef=5", "loss.value_coef is not a known key; allowed: epsilon, value_clip_range, value_coeff; did"),
-    ("loss.value_coeff=.inf", "loss.value_coeff is inf: allowed is a number from 0 to 1e+12"),
-]
+REFUSED = {
+    "1": ["tensor_parallel_dim=2"],
+    "False": ["fsdp_cpu_offload=True", "enable_activation_offloading=True", "optimizer_in_bwd=True"],
+    "False or auto": ["resume_from_checkpoint=True"],
+    "a whole number of at least 1": ["num_steps=0"],
+    "a finite number of at least 1e-06": ["temperature=0", "temperature=1e-38", "temperature=.inf"],
+    "a number from 0 to 1": ["gamma=2"],
+    "a number from 0 to 1e+12": ["kl_coeff=1e38", "kl_coeff=-0.1", "loss.value_coeff=.inf"],
+    "a number from -1e+12 to 1e+12": ["reward_penalty=.nan", "reward_penalty=-1e38"],
+    "a number of at least 0, or .inf, for no clipping": ["loss.epsilon=abc", "loss.value_clip_range=null"],
+    "a list of tokens, as numbers or null": ["stop_token_ids=3", "stop_token_ids=[true]"],
+}
+"""Overrides, by the values that their key allows."""
 
 
-@pytest.mark.parametrize(("override", "part"), REFUSED)
+@pytest.mark.parametrize(("allowed", "override"), [(each, value) for each in REFUSED for value in REFUSED[each]])
+def test_value_outside_the_range_of_its_key_is_refused_with_the_allowed_values(allowed: str, override: str) -> None:
+    message = refused(DEMO, override)
+    assert message.startswith(f"{override.partition('=')[0]} is ")
+    assert message.endswith(f"allowed is {allowed}")
+
+
+@pytest.mark.parametrize(
+    ("override", "part"),
+    [
+        ("epochs=2", "epochs is 2, but PPO trains for num_steps: remove it"),
+        ("dataset.packed=True", "prompts cannot be packed"),
+        ("ppo_batch_size=5", "batch_size must be a multiple of ppo_batch_size"),
+        ("gradient_accumulation_steps=3", "ppo_batch_size must be a multiple of gradient_accumulation_steps"),
+        (
+            "loss._component_=torchtune.rlhf.loss.DPOLoss",
+            "loss._component_ is torchtune.rlhf.loss.DPOLoss, but PPO has",
+        ),
+        ("loss.value_coef=5", "loss.value_coef is not a known key"),
+    ],
+)
 def test_unsupported_option_is_refused_by_its_name(override: str, part: str) -> None:
     assert part in refused(DEMO, override)
 

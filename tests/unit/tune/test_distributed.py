@@ -35,26 +35,22 @@ def test_shards_use_the_remaining_ranks() -> None:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "dims", "message"),
+    ("ranks", "dims"),
     [
-        (6, {"data_parallel_replicate_dim": 4}, "data_parallel_replicate_dim 4 × data_parallel_shard_dim -1 × "),
-        (2, {"data_parallel_replicate_dim": 4}, "must equal the world size, which is 2"),
-        (2, {"data_parallel_shard_dim": 1}, "data_parallel_shard_dim 1 × "),
-        (8, {"data_parallel_shard_dim": 4}, "data_parallel_shard_dim 4 × "),
-        (
-            16,
-            {"data_parallel_replicate_dim": 2, "data_parallel_shard_dim": 4},
-            "data_parallel_replicate_dim 2 × data_parallel_shard_dim 4 × tensor_parallel_dim 1 must equal",
-        ),
-        (3, {"tensor_parallel_dim": 2}, "tensor_parallel_dim 2 must equal the world size, which is 3"),
+        (6, {"data_parallel_replicate_dim": 4}),
+        (2, {"data_parallel_replicate_dim": 4}),
+        (2, {"data_parallel_shard_dim": 1}),
+        (8, {"data_parallel_shard_dim": 4}),
+        (16, {"data_parallel_replicate_dim": 2, "data_parallel_shard_dim": 4}),
+        (3, {"tensor_parallel_dim": 2}),
     ],
 )
 def test_dimensions_that_do_not_match_the_world_size_are_reported_with_their_keys(
-    ranks: int, dims: dict[str, int], message: str
+    ranks: int, dims: dict[str, int]
 ) -> None:
-    with pytest.raises(ConfigError, match="-1 means all remaining ranks") as raised:
+    with pytest.raises(ConfigError, match=f"world size, which is {ranks}") as raised:
         shape_of(ranks, **dims)
-    assert message in str(raised.value)
+    assert all(f"{key} {dim}" in str(raised.value) for key, dim in dims.items())
 
 
 CONFIG = {
@@ -82,21 +78,13 @@ def compare(cases: dict[str, tuple[str, ...]]) -> dict[str, str | None]:
 
 
 DIFFERENT: dict[str, tuple[tuple[str, ...], str]] = {
-    "a number": (
-        ("optimizer.lr=0.01",),
-        "optimizer.lr is 0.003 on rank 0 and 0.01 on rank 1: start all",
-    ),
-    "null": (
-        ("adaptive.regrow_after=null",),
-        "regrow_after is 120 on rank 0 and null on rank 1",
-    ),
+    "a number": (("optimizer.lr=0.01",), "optimizer.lr is 0.003 on rank 0 and 0.01 on rank 1"),
+    "null": (("adaptive.regrow_after=null",), "regrow_after is 120 on rank 0 and null on rank 1"),
     "a key on one rank only": (("shuffle=False",), "shuffle is null on rank 0 and False on rank 1"),
     "a dataset on the hub": (("dataset.source=org/one",), "dataset.source is null on rank 0 and 'org/one' on rank 1"),
     "in a list": (("stop_token_ids=[1]",), "stop_token_ids[0] is null on rank 0 and 1 on rank 1"),
-    "many": (("a=1", "b=1"), "a is null on rank 0 and 1 on rank 1: start all"),
+    "many": (("a=1", "b=1"), "a is null on rank 0 and 1 on rank 1"),
 }
-
-
 ALIKE: dict[str, tuple[str, ...]] = {
     "of a node": ("output_dir=/scratch/run", "metric_logger.name=node1", "adaptive.memory_limit=8GiB"),
     "paths": ("checkpointer.checkpoint_files=[a.bin,b.bin]", "dataset.source=/disk1/data", "tokenizer.path=mine"),

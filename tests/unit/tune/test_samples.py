@@ -1,4 +1,4 @@
-"""Kinds of sample, one sequence or a pair, in limits, packing and fillers."""
+"""Kinds of sample, one sequence or a pair, in limits, packing and fillers; invalid samples are named by their index."""
 
 from dataclasses import replace
 from typing import Any
@@ -9,6 +9,8 @@ from torch import nn
 from tests.unit.tune.models import build
 from torchtune_adaptive.engine.limits import TokenLimit
 from torchtune_adaptive.engine.plans import Load, load_of, plan_step
+from torchtune_adaptive.errors import SampleError, SampleTooLargeError
+from torchtune_adaptive.tune.checked_dataset import CheckedDataset
 from torchtune_adaptive.tune.samples import FILLER, INDEX, PAIR, TEXT, TokenKind, cost_of
 
 JOINED = replace(PAIR, padded=False)
@@ -91,3 +93,22 @@ def test_sample_costs_its_tokens_if_the_cost_of_attention_is_unknown() -> None:
     strange = build()
     strange.layers[0].attn = nn.Linear(1, 1)
     assert cost_of(strange)(100) == cost_of(nn.Linear(1, 1))(100) == 100
+
+
+class Broken:
+    def __getitem__(self, _: int) -> Any:
+        raise OSError("the index is gone")
+
+
+def test_unreadable_sample_is_named() -> None:
+    with pytest.raises(SampleError, match=r"^sample 0 .*\(OSError: the index is gone\)"):
+        CheckedDataset(Broken())[0]
+
+
+def test_pair_longer_than_a_microbatch_is_named_with_the_tokens_of_both_answers() -> None:
+    pairs = [JOINED.uniform(1, length) for length in (886, 984)]
+    samples = CheckedDataset(pairs, JOINED)
+    samples.length_limit = 887, "; raise it"
+    assert samples[0][INDEX] == 0
+    with pytest.raises(SampleTooLargeError, match=r"^sample 1 .* 984 tokens in both .* room for 887; raise it$"):
+        samples[1]
