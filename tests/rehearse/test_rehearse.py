@@ -242,7 +242,10 @@ def test_script_that_raises_another_error_after_oom_does_not_fit(rehearse: Rehea
             "try:", model + "\n        try:"
         )
     )
-    assert (answer.status, "failed in step 2: KeyError: 'another'" in answer.found["verdict"]) == (2, True)
+    assert (answer.status, "failed in step 2 at train.py:8: KeyError: 'another'" in answer.found["verdict"]) == (
+        2,
+        True,
+    )
     answer = rehearse(script.replace("CAUSE", "from None"))
     assert answer.status == 2
     assert answer.found["verdict"].endswith("training has failed; it ran out of memory before (see below)")
@@ -429,7 +432,7 @@ def test_script_that_reads_the_memory_of_its_card_is_rehearsed_on_each(size: str
 
 def test_limit_that_the_script_has_set_is_the_one_in_the_verdict(rehearse: Rehearse) -> None:
     limited = "    torch.cuda.set_per_process_memory_fraction(0.25)\n    torch.empty(2**35, device='cuda')\n"
-    answer = rehearse(ONE_STEP + limited, "--memory", "41GiB")
+    answer = rehearse(ONE_STEP + limited, "--memory", "41.3GiB")
     assert answer.status == 1
     assert "of the script's limit of 10.0 GiB" in answer.found["verdict"]
 
@@ -460,8 +463,11 @@ def test_script_that_exits_after_a_caught_oom_has_no_verdict(rehearse: Rehearse)
 @pytest.mark.parametrize(
     ("end", "shown"),
     [
-        ("print(box, file=sys.stderr)\n    sys.exit(2)", "No such option: --rows Try --help"),
-        ("raise ChildFailedError('train.py', {0: ProcessFailure(0, 1, 1, '')})", "ChildFailedError: train.py FAILED"),
+        ("print(box, file=sys.stderr)\n    sys.exit(2)", "train.py:8: No such option: --rows Try --help"),
+        (
+            "raise ChildFailedError('train.py', {0: ProcessFailure(0, 1, 1, '')})",
+            "train.py:7: ChildFailedError: train.py FAILED",
+        ),
     ],
     ids=["box", "torchrun"],
 )
@@ -476,7 +482,7 @@ def test_error_drawn_in_a_box_is_shown_as_text(end: str, shown: str, rehearse: R
     """
     answer = rehearse(script)
     assert answer.status == 2
-    assert answer.found["verdict"] == f"no answer: the script failed in step 1: {shown}"
+    assert answer.found["verdict"] == f"no answer: the script failed in step 1 at {shown}"
 
 
 @pytest.mark.parametrize(

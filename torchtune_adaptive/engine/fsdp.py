@@ -39,7 +39,7 @@ _TOUCHED: dict[Any, str] = {
     FSDPParamGroup: "_all_gather_comm _all_reduce_hook _module_fqn _partial_reduce_output _post_forward_indices "
     "_reduce_scatter_comm _sharded_state fsdp_params is_sharded mesh_info reduce_grads reshard_after_backward unshard",
     FSDPParam: "_extensions_data _sharded_local_tensor _unsharded_param all_gather_inputs grad_offload_event "
-    "param_dtype sharded_param to_sharded unsharded_accumulated_grad",
+    "_module_info param_dtype sharded_param to_sharded unsharded_accumulated_grad",
     DDPMeshInfo: "mesh replicate_mesh_dim replicate_process_group shard_mesh_dim",
     AllGather.__call__: "async_op group input_tensor output_tensor",
     ReduceScatter.__call__: "async_op group input_tensor op output_tensor",
@@ -177,7 +177,10 @@ def exchanges_activations(model: nn.Module) -> bool:
     """Return True if a parameter has a mesh dimension that is neither FSDP2's shards nor its replicas. Examples are
     tensor and expert parallelism."""
     groups = groups_of(model)
-    by_fsdp = {id(parameter.sharded_param) for group in groups for parameter in group.fsdp_params}
+    # not `sharded_param`: transformers replaces parameters when it loads weights into a model that FSDP has sharded
+    infos = [parameter._module_info for group in groups for parameter in group.fsdp_params]
+    places = ((module, each.param_name) for each in infos for module in (each.module, *each.shared_modules))
+    by_fsdp = {id(getattr(module, name, None)) for module, name in places}
     if any(isinstance(each, DTensor) and id(each) not in by_fsdp for each in model.parameters()):
         return True
     for group in groups:

@@ -187,6 +187,8 @@ class DeviceValues:
         def copy(given: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
             if torch.compiler.is_compiling():
                 return function(given, *args, **kwargs)
+            if isinstance(given, list):  # C++ takes tensors for sequences, because `__getitem__` is replaced
+                given = [each.item() if isinstance(each, torch.Tensor) and not each.dim() else each for each in given]
             source = next(iter((*args, *kwargs.values()))) if function.__name__ == "copy_" else given
             from_device = isinstance(source, torch.Tensor) and source.is_cuda
             if from_device and source.is_floating_point() and source.numel() >= LARGE and _is_plain(source):
