@@ -19,10 +19,12 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 import pytest
+import torch
 
 pytest.importorskip("trl")
 
-from transformers import TrainerCallback
+from transformers import AutoModelForCausalLM, TrainerCallback
+from transformers.distributed import DistributedConfig
 
 from tests.captured_logs import captured_log
 from tests.fault_injection import FaultInjector
@@ -189,6 +191,9 @@ def outcome(trainer: str, placement: str, extra: str, folder: Path, **config_opt
     def run(name: str, *args: Any, **kwargs: Any) -> Any:
         given = options(folder, trainer, steps, **config_options)
         given["arguments"].output_dir = str(folder / name)
+        if placement == "DistributedConfig":
+            sharded = DistributedConfig(fsdp_size=int(os.environ["WORLD_SIZE"]))
+            given["model"] = AutoModelForCausalLM.from_pretrained(given["model"], distributed_config=sharded)
         if extra == "LoRA":
             given["peft_config"] = LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"])
         return train(folder, *args, **given, **kwargs)
@@ -209,6 +214,7 @@ CASES: list[tuple[str, int, str, str, dict[str, Any]]] = [
     ("RLOOTrainer", 1, "one process", "", {}),
     ("GRPOTrainer", 2, "DDP", "resumed", GRPO),
     ("RLOOTrainer", 2, "FSDP2", "", {}),
+    ("GRPOTrainer", 2, "DistributedConfig", "", GRPO),
 ]
 if "TORCHTUNE_ADAPTIVE_ERRORS" in os.environ:
     CASES += [
@@ -344,6 +350,43 @@ def test_generation_in_an_evaluation_recovers(placement: str) -> None:
     ):
         assert max(difference, metrics) < 1e-5
         assert log["oom_recoveries/generation in evaluation"] == 1
+
+
+def generate_in_a_reward_function() -> tuple[float, str]:
+    """Collective: train while rank 0 generates with the policy in a reward function. Return the difference from stock,
+    and the error for a loss that depends on all rows of all ranks."""
+    from tests.hf.trainers import difference, train
+    from torchtune_adaptive.errors import ConfigError
+
+    def sample(completions: list[Any], trainer_state: Any, **_: Any) -> list[float]:
+        if os.environ["RANK"] == "0":
+            policies[-1].generate(torch.tensor([[3, 4]]), max_new_tokens=2, do_sample=False)
+        return [float(len(each)) for each in completions]
+
+    class Kept(base_of("GRPOTrainer", "DDP")):  # type: ignore[misc]
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            policies.append(self.model)
+
+    policies: list[Any] = []
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+
+        def run(adaptive: AdaptiveArguments | None, **config_options: Any) -> Any:
+            given = options(folder, "GRPOTrainer", 2, **config_options)
+            given |= {"reward_funcs": [sample], "reward_processing_classes": [None]}
+            return train(folder, adaptive, base=Kept, **given)
+
+        found = difference(run(AdaptiveArguments()), run(None), least=1.0)
+        with pytest.raises(ConfigError) as refused:
+            run(AdaptiveArguments(), top_entropy_quantile=0.5)
+    return found, str(refused.value)
+
+
+def test_reward_function_may_generate_on_one_rank_and_a_loss_over_all_rows_is_refused() -> None:
+    for difference, refused in run_on_ranks(2, generate_in_a_reward_function, in_group=False, timeout_s=100):
+        assert difference < 1e-6
+        assert "top_entropy_quantile=1" in refused
 
 
 def sampled() -> list[float]:

@@ -98,7 +98,7 @@ class GenerationPasses:
         Images are not split. With tools or a function of the user, ranks may generate different numbers of times.
         """
         trainer, recovery = self._trainer, self._shared.recovery
-        names = "_get_per_token_logps_and_entropies", "reward_funcs", "use_vllm"
+        names = "_get_per_token_logps_and_entropies", "_generate_single_turn", "reward_funcs", "use_vllm"
         if not (all(hasattr(trainer, name) for name in names) and recovery.enabled):
             yield
             return
@@ -108,10 +108,9 @@ class GenerationPasses:
             if not trainer._is_vlm:
                 score = trainer._get_per_token_logps_and_entropies
                 changed["_get_per_token_logps_and_entropies"] = partial(self._score, score)
-            stack.enter_context(override_attributes(trainer, **changed))
             if not (trainer._is_vlm or getattr(trainer, "tools", None) or getattr(trainer, "rollout_func", None)):
-                model = trainer.accelerator.unwrap_model(trainer.model_wrapped)
-                stack.enter_context(override_attributes(model, generate=partial(self._generate, model, model.generate)))
+                changed["_generate_single_turn"] = partial(self._generate_turn, trainer._generate_single_turn)
+            stack.enter_context(override_attributes(trainer, **changed))
             yield
 
     def begin_attempt(self) -> None:
@@ -237,6 +236,12 @@ class GenerationPasses:
         stand_in = nn.Module()  # TRL looks at the type
         stand_in.forward = run
         return stand_in
+
+    def _generate_turn(self, generate_turn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Collective: TRL's own generation. Reward functions may call `generate` on single ranks."""
+        policy = self._trainer.accelerator.unwrap_model(self._trainer.model_wrapped)
+        with override_attributes(policy, generate=partial(self._generate, policy, policy.generate)):
+            return generate_turn(*args, **kwargs)
 
     def _generate(self, policy: Any, generate: Callable[..., Any], **inputs: Any) -> Any:
         """Collective: transformers' `generate`. Under FSDP2, each piece gathers all parameters once, because the number

@@ -330,6 +330,9 @@ def _refuse_unsupported(trainer: Trainer) -> None:
         "KTO's default loss on several ranks, which compares samples of all ranks; set loss_type='apo_zero_unpaired'": (
             getattr(trainer, "calculate_KL", False) and trainer.accelerator.num_processes > 1
         ),
+        "a quantile of the entropy of all rows; set top_entropy_quantile=1": (
+            getattr(trainer, "top_entropy_quantile", 1.0) < 1
+        ),
         "an entropy bonus, which does not add up over microbatches; set entropy_coef=0": (
             getattr(trainer, "_entropy_bonus_enabled", False)
         ),

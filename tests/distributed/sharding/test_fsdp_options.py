@@ -19,6 +19,7 @@ from tests.distributed.sharding.test_hybrid import (
 )
 from tests.fault_injection import FaultInjector
 from tests.ranks import RankFailed, run_on_ranks
+from torchtune_adaptive.engine.fsdp import exchanges_activations
 from torchtune_adaptive.engine.recovery import Recovery
 from torchtune_adaptive.engine.results import Totals
 from torchtune_adaptive.errors import RecoveryUnsupportedError
@@ -50,6 +51,19 @@ def recover(replicas: int) -> None:
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_modules_sharded_as_one_group_recover(replicas: int) -> None:
     run_on_ranks(2 * replicas, recover, replicas)
+
+
+def exchange_with_weights_loaded_after_sharding() -> bool:
+    """Replace the parameters of a sharded model by others, as transformers does when it loads weights."""
+    model = sharded(plain_model())
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            setattr(module, name, nn.Parameter(parameter.detach().clone()))
+    return exchanges_activations(model)
+
+
+def test_weights_loaded_after_sharding_are_still_those_of_fsdp() -> None:
+    assert run_on_ranks(2, exchange_with_weights_loaded_after_sharding) == [False, False]
 
 
 def unfreeze() -> None:
