@@ -74,7 +74,10 @@ def progress_bar(
 
 @contextmanager
 def printing() -> Iterator[None]:
-    """Exit without a traceback after Ctrl-C, or if the output pipe was closed, for example by `| head`."""
+    """Exit without a traceback after Ctrl-C, or if the output pipe was closed, for example by `| head`. Print "?" for a
+    character that the terminal's encoding does not have."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")
     try:
         yield
         print(end="", flush=True)
