@@ -5,14 +5,15 @@ pytest loads it at every start, so it imports rehearsals only for a test that us
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Sequence
-from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 if TYPE_CHECKING:
     from torchtune_adaptive.rehearse import RehearsalResult
+    from torchtune_adaptive.rehearse.gpus import Gpu
 
 PEAKS = "peaks.json"
 """The file of recorded peaks, in the folder of the test."""
@@ -31,19 +32,17 @@ def rehearse(request: pytest.FixtureRequest) -> Callable[..., RehearsalResult]:
     It accepts the arguments of `torchtune_adaptive.rehearse.rehearse` and of `Expectations`, and fails the test if an
     expectation is not met.
     """
-    from torchtune_adaptive.rehearse import interface
     from torchtune_adaptive.rehearse.expectations import Expectations, peak_of, read_peaks, report, update_peaks
+    from torchtune_adaptive.rehearse.interface import GPU, rehearse
 
     peaks, calls = request.path.with_name(PEAKS), 0
 
-    def check(command: str | Sequence[str], *args: Any, **options: Any) -> RehearsalResult:
+    def check(command: str | Sequence[str], gpu: str | Gpu = GPU, *args: Any, **options: Any) -> RehearsalResult:
         nonlocal calls
         calls += 1
-        name = f"{request.path.name}::{request.node.name}" + f" ({calls})" * (calls > 1)
-        expected = Expectations(
-            **{each.name: options.pop(each.name) for each in fields(Expectations) if each.name in options}
-        )
-        found = interface.rehearse(command, *args, **options)
+        name = f"{request.path.name}::{request.node.nodeid.partition('::')[2]}" + f" ({calls})" * (calls > 1)
+        expected = Expectations.of(options, command)
+        found = rehearse(command, gpu, *args, **{name: options[name] for name in options if name not in vars(expected)})
         if found.interrupted:
             raise KeyboardInterrupt
         if request.config.getoption("update_peaks") and expected.growth_percent is None:
@@ -52,7 +51,8 @@ def rehearse(request: pytest.FixtureRequest) -> Callable[..., RehearsalResult]:
             update_peaks(peaks, {name: peak_of(found)})
         recorded = read_peaks(peaks).get(name)
         if failures := expected.failures(found, recorded):
-            pytest.fail(report(failures, found, recorded), pytrace=False)
+            about = f"{command if isinstance(command, str) else shlex.join(command)}, {getattr(gpu, 'name', gpu)}"
+            pytest.fail(f"{about}: {report(failures, found, recorded)}", pytrace=False)
         return found
 
     return check

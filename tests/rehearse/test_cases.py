@@ -13,6 +13,7 @@ from tests.null.processes import skip_without_null_device
 from tests.pages.test_documents import files_of
 from tests.rehearse.conftest import Rehearse, run_program
 from tests.rehearse.test_rehearse import TRAINS, WEIGHTS
+from torchtune_adaptive.cli.main import main
 from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.rehearse import interface
 
@@ -94,10 +95,11 @@ read("data")
 def test_crashed_case_names_the_line_and_keeps_the_complete_output(tmp_path: Path) -> None:
     skip_without_null_device()
     (tmp_path / "crashes.py").write_text(CRASHES)
-    (tmp_path / "fits.toml").write_text("[[case]]\nname = 'first'\ncommand = 'crashes.py'\n")
-    ended = run_program(tmp_path, "tune-adaptive", "rehearse", "--cases", "fits.toml", "--junit", "fits.xml")
+    (tmp_path / "fits.toml").write_text("[[case]]\nname = 'fïrst'\ncommand = 'crashes.py'\n")
+    words = ("--cases", "fits.toml", "--junit", "fits.xml")
+    ended = run_program(tmp_path, "tune-adaptive", "rehearse", *words, PYTHONIOENCODING="ascii")
     verdict = "no answer: the script failed in step 1 at crashes.py:6: KeyError: 'rows'"
-    assert (ended.returncode, f"first, h100: {verdict}\n" in ended.stdout) == (2, True), ended.stdout + ended.stderr
+    assert (ended.returncode, f"f?rst, h100: {verdict}\n" in ended.stdout) == (2, True), ended.stdout + ended.stderr
     (error,) = ElementTree.parse(tmp_path / "fits.xml").getroot().iter("error")
     assert error.get("message") == verdict
     (output,) = ElementTree.parse(tmp_path / "fits.xml").getroot().iter("system-err")
@@ -120,16 +122,36 @@ def test_file_of_cases_excludes_a_command_and_options_of_one(tmp_path: Path) -> 
         assert (ended.returncode, f"--cases reads {name} from its file" in ended.stderr) == (2, True)
 
 
+@pytest.mark.parametrize("words", [("--jobs", "2"), ("--shard", "1/2"), ("--junit", "a.xml"), ("--update-peaks",)])
+def test_option_of_cases_needs_a_file_of_cases(words: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["rehearse", *words, "--", __file__])
+    assert f"{words[0]} needs --cases" in capsys.readouterr().err
+
+
+def test_shard_without_a_case_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "fits.toml").write_text("[[case]]\ncommand = 'a.py'\n")
+    with pytest.raises(SystemExit, match="0"):
+        main(["rehearse", "--cases", str(tmp_path / "fits.toml"), "--shard", "2/3"])
+    assert "shard 2/3 has no case" in capsys.readouterr().err
+
+
 TESTS = """
     import sys
 
     def test_torch_is_not_imported():
         assert "torch" not in sys.modules
 
-    def test_fits(rehearse):
-        found = rehearse("train.py 100", gpu="4090", growth_percent=2, reserved_below="2GiB")
-        assert found.fits
-        assert "torch" not in sys.modules
+    class TestSmall:
+        def test_fits(self, rehearse):
+            found = rehearse("train.py 100", gpu="4090", growth_percent=2, reserved_below="2GiB")
+            assert found.fits
+            assert "torch" not in sys.modules
+
+    def test_range_with_growth(rehearse):
+        import pytest
+        with pytest.raises(Exception, match="growth_percent .* at_least"):
+            rehearse("train.py {1:9}", growth_percent=2)
 
     def test_without_recorded_peak(rehearse):
         rehearse("train.py 100", gpu="4090")
@@ -144,11 +166,15 @@ def test_fixture_of_pytest_fails_a_test_whose_peak_has_grown(tmp_path: Path) -> 
     ended = run_program(tmp_path, "pytest", "-q", "--update-peaks")
     assert ended.returncode == 0, ended.stdout + ended.stderr
     recorded = json.loads((tmp_path / "tests" / "peaks.json").read_text())
-    assert recorded["test_fits.py::test_fits"]["by_kind"]["optimizer"] == 2 * WEIGHTS
+    assert recorded["test_fits.py::TestSmall::test_fits"]["by_kind"]["optimizer"] == 2 * WEIGHTS
     assert len(recorded) == 1
     assert ended.stdout.count("records nothing for a rehearsal without growth_percent") == 1
     (tmp_path / "train.py").write_text(dedent(TRAINS).replace("range(4)", "range(5)"))
     ended = run_program(tmp_path, "pytest", "-q")
     assert ended.returncode == 1
-    assert re.search(r"320.00 MiB \(25.0 %\) more allocated than the recorded 1.25 GiB", ended.stdout), ended.stdout
+    assert re.search(
+        r"^train.py 100, 4090: 320.00 MiB \(25.0 %\) more allocated than the recorded 1.25 GiB",
+        ended.stdout,
+        re.MULTILINE,
+    ), ended.stdout
     assert re.search(r"optimizer +512.00 MiB +640.00 MiB +\+128.00 MiB\n", ended.stdout)

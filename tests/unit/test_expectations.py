@@ -89,18 +89,30 @@ def test_change_of_the_peak_is_divided_by_kind() -> None:
     assert changes["optimizer"] == "4.00 GiB"  # no change is shown
     assert changes["activations and other"] == "+2.00 GiB"
     assert (changes["allocated in all"], changes["reserved in all"]) == ("+3.00 GiB", "+4.00 GiB")
-    assert change_by_kind(result(13, 16), None) == ""
 
 
 @pytest.mark.parametrize(
     "wrong",
     [{"fits": 1}, {"at_least": 0}, {"at_least": True}, {"reserved_below": "70"}, {"allocated_below": -1},
-     {"growth_percent": -2}, {"growth_percent": "2"}, {"growth_percent": True}, {"growth_percent": float("nan")}],
+     {"growth_percent": -2}, {"growth_percent": "2"}, {"growth_percent": True}, {"growth_percent": float("nan")},
+     {"growth_percent": 2, "fits": False}],
     ids=str,
 )  # fmt: skip
 def test_invalid_expectation_is_an_error_that_names_it(wrong: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=next(iter(wrong))):
         Expectations(**wrong)
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [{}, 7, {**RECORDED, "reserved_bytes": float("nan")}, {**RECORDED, "allocated_bytes": "10 GiB"},
+     {**RECORDED, "by_kind": None}, {**RECORDED, "by_kind": {"parameters": "2 GiB"}}],
+    ids=str,
+)  # fmt: skip
+def test_damaged_peak_is_an_error_that_names_the_file_and_the_entry(entry: Any, tmp_path: Path) -> None:
+    (tmp_path / "peaks.json").write_text(json.dumps({"whole": RECORDED, "ok, h100": entry}))
+    with pytest.raises(ConfigError, match=r"peaks\.json: the peak of 'ok, h100' .* --update-peaks"):
+        read_peaks(tmp_path / "peaks.json")
 
 
 def test_update_replaces_only_its_own_peaks_and_keeps_the_order(tmp_path: Path) -> None:
@@ -140,18 +152,46 @@ def test_case_is_expanded_to_each_gpu_and_number_of_ranks(tmp_path: Path) -> Non
     assert [case.expected.growth_percent for case in cases] == [5, 5, 5, 5, 2]
 
 
+def test_default_growth_applies_to_cases_of_fixed_size_that_fit(tmp_path: Path) -> None:
+    (tmp_path / "fits.toml").write_text("""
+        [defaults]
+        growth_percent = 2
+        [[case]]
+        command = "a.py"
+        [[case]]
+        command = "a.py --rows {1:64}"
+        [[case]]
+        command = "b.py"
+        fits = false
+    """)
+    assert [case.expected.growth_percent for case in read_cases(tmp_path / "fits.toml")] == [2, None, None]
+
+
+def test_control_characters_of_a_name_are_escaped(tmp_path: Path) -> None:
+    (tmp_path / "fits.toml").write_text('[[case]]\nname = "a\\u001bb"\ncommand = "a.py"')
+    assert read_cases(tmp_path / "fits.toml")[0].name == "a\\x1bb, h100"
+
+
 @pytest.mark.parametrize(
     ("text", "error"),
     [
         ("[[case]]\ncommand = 'a.py'\ngpus = 'h100'", r"case 1: unknown key 'gpus'; did you mean gpu\?"),
         ("[defaults]\nreserved = '1GiB'\n[[case]]\nname = 'x'\ncommand = 'a.py'", "case x: unknown key 'reserved'"),
-        ("[[cases]]\ncommand = 'a.py'", "unknown table 'cases'"),
+        ("[[cases]]\ncommand = 'a.py'", "fits.toml has cases: write"),
         ("[[case]]\nname = 'x'", "case x: a command is needed"),
         ("[[case]]\ncommand = 'a.py'\ngpu = 'h1000'", "unknown GPU 'h1000'"),
         ("[[case]]\ncommand = 'a.py'\n[[case]]\ncommand = 'a.py'", "two cases are named 'a.py, h100'"),
         ("[[case]]\ncommand = 'a.py'\nreserved_below = 'x'", "case 1: reserved_below: cannot read 'x'"),
+        ("[[case]]\ncommand = 'a.py'\ngpu = []", "case 1: gpu is an empty list"),
+        ("[[case]]\ncommand = 'a.py'\nranks = []", "case 1: ranks is an empty list"),
+        ("[[case]]\ncommand = 'a.py {1:9}'\ngrowth_percent = 2", "case 1: growth_percent .* at_least"),
+        ("[[case]]\ncommand = 'a.py'\ngrowth_percent = 2\nfits = false", "case 1: growth_percent"),
+        ("case = 5", r"fits.toml has (case|defaults): write \[\[case"),
+        ("case = [5]", r"fits.toml has (case|defaults): write \[\[case"),
+        ("[case]\ncommand = 'a.py'", r"fits.toml has (case|defaults): write \[\[case"),
+        ("defaults = 5", r"fits.toml has (case|defaults): write \[\[case"),
         ("[[case]]\ncommand = ", "fits.toml: "),
-        ("", "has no"),
+        ("", "has no case"),
     ],
 )
 def test_invalid_file_of_cases_is_an_error_that_names_the_case(text: str, error: str, tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import logging
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -74,7 +74,11 @@ def progress_bar(
 
 @contextmanager
 def printing() -> Iterator[None]:
-    """Exit without a traceback after Ctrl-C, or if the output pipe was closed, for example by `| head`."""
+    """Exit without a traceback after Ctrl-C, or if the output pipe was closed, for example by `| head`. Print "?" for a
+    character that the terminal's encoding does not have."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        with suppress(OSError):  # a forked process may have replaced a file by a pipe, which cannot seek
+            sys.stdout.reconfigure(errors="replace")
     try:
         yield
         print(end="", flush=True)

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import inspect
 import json
-import resource
+import os
 import sys
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
 from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,10 +20,9 @@ from torchtune_adaptive.rehearse.expectations import Expectations, peak_of, read
 from torchtune_adaptive.rehearse.gpus import Gpu, gpu_named
 from torchtune_adaptive.rehearse.interface import GPU, rehearse
 from torchtune_adaptive.rehearse.result import RehearsalResult
-from torchtune_adaptive.rehearse.sweep import SweepRow, as_table, in_parallel
+from torchtune_adaptive.rehearse.sweep import SweepRow, as_table, in_parallel, range_in
 
-_EXPECTED = {each.name for each in fields(Expectations)}
-_KEYS = {"name", *_EXPECTED, *inspect.signature(rehearse).parameters} - {"quiet"}
+_KEYS = {"name", *inspect.signature(Expectations).parameters, *inspect.signature(rehearse).parameters} - {"quiet"}
 
 
 class Case(NamedTuple):
@@ -44,39 +42,43 @@ def read_cases(path: Path) -> list[Case]:
         content = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path}: {reason(error)}") from error
-    if unknown := {*content} - {"defaults", "case"}:
-        raise ConfigError(f"{path}: unknown table {min(unknown)!r}: a file has [defaults] and [[case]]")
-    cases = list[Case]()
-    for at, entry in enumerate(content.get("case", []), 1):
-        given = {**content.get("defaults", {}), **entry}
+    defaults, entries, cases = content.get("defaults", {}), content.get("case"), list[Case]()
+    known = {*content} <= {"defaults", "case"}
+    if not (known and entries and type(entries) is list and all(type(each) is dict for each in (defaults, *entries))):
+        has = f"{path} has {', '.join(map(printable, content)) or 'no case'}"
+        raise ConfigError(f"{has}: write [[case]] above the keys of each case, [defaults] above those of all cases")
+    for at, entry in enumerate(entries, 1):
         try:
-            cases += _expand(given)
+            cases += _expand(defaults, entry)
         except ConfigError as error:
-            raise ConfigError(f"{path}: case {given.get('name', at)}: {error}") from error
+            raise ConfigError(f"{path}: case {entry.get('name', at)}: {error}") from error
     names = [case.name for case in cases]
     if twice := {name for name in names if names.count(name) > 1}:
         raise ConfigError(f"{path}: two cases are named {min(twice)!r}: give each a name")
-    if not cases:
-        raise ConfigError(f"{path} has no [[case]]")
     return cases
 
 
-def _expand(given: Mapping[str, Any]) -> list[Case]:
+def _expand(defaults: Mapping[str, Any], entry: Mapping[str, Any]) -> list[Case]:
     """Return a case for each combination of GPU and ranks."""
+    given = {**defaults, **entry}
     if unknown := sorted({*given} - _KEYS):
         raise ConfigError(f"unknown key {unknown[0]!r}{did_you_mean(unknown[0], _KEYS)}")
     if not isinstance(command := given.get("command"), str):
         raise ConfigError("a command is needed, in one string")
-    expected = Expectations(**{name: given[name] for name in given if name in _EXPECTED})
-    options = {name: given[name] for name in given if name not in (*_EXPECTED, "name", "gpu", "ranks")}
+    if "growth_percent" not in entry and (range_in([command]) or not given.get("fits", True)):
+        given.pop("growth_percent", None)  # the default is for cases whose peaks can be compared
+    expected = Expectations.of(given, command)
+    options = {name: given[name] for name in given if name not in {*vars(expected), "name", "gpu", "ranks"}}
     cases = []
-    for ranks, gpu in product(_several(given.get("ranks")), _several(given.get("gpu", GPU))):
-        name = f"{given.get('name', command)}, {gpu}" + (f" × {ranks}" if ranks else "")
+    for ranks, gpu in product(_several(given, "ranks", None), _several(given, "gpu", GPU)):
+        name = printable(f"{given.get('name', command)}, {gpu}") + (f" × {ranks}" if ranks else "")
         cases.append(Case(name, gpu_named(str(gpu)), ranks, options, expected))
     return cases
 
 
-def _several(value: Any) -> list[Any]:
+def _several(given: Mapping[str, Any], name: str, default: str | None) -> list[Any]:
+    if (value := given.get(name, default)) == []:
+        raise ConfigError(f"{name} is an empty list: name at least one, or leave it out")
     return value if isinstance(value, list) else [value]
 
 
@@ -86,6 +88,8 @@ def run_cases(path: Path, *, shard: tuple[int, int], jobs: int, junit: str, upda
     if update and all(case.expected.growth_percent is None for case in every):
         raise ConfigError(f"--update-peaks: no case of {path} has growth_percent: set it, for example in [defaults]")
     cases = {case.name: case for case in every[shard[0] - 1 :: shard[1]]}
+    if not cases:
+        print(f"shard {shard[0]}/{shard[1]} has no case", file=sys.stderr)
     peaks, recorded = path.with_suffix(".peaks.json"), read_peaks(path.with_suffix(".peaks.json"))
     found = dict[str, tuple[RehearsalResult, float]]()
     for name, ended in in_parallel(_rehearse, {name: (case,) for name, case in cases.items()}, jobs):
@@ -103,31 +107,25 @@ def run_cases(path: Path, *, shard: tuple[int, int], jobs: int, junit: str, upda
         if found[name][0].output:
             print(f"output of {name}:", found[name][0].output, sep="\n", file=sys.stderr)
     if junit:
-        replace_file(Path(junit), _junit(path.name, rows))
+        replace_file(Path(junit), _junit(printable(path.name), rows))
     if as_json:
         print(json.dumps([row.as_dict() for row in rows], indent=2))
     else:
         failed = [f"{row.name}: {row.report}" for row in rows if row.failures]
-        total = (
-            f"{count_of(len(rows), 'case')}, {len(failed)} not as expected, {sum(row.cpu_s for row in rows):.0f} CPU s"
-        )
+        cpu_s = sum(row.cpu_s for row in rows)
+        total = f"{count_of(len(rows), 'case')}, {len(failed)} not as expected, {cpu_s:.0f} CPU s"
         print(as_table(rows), total, *failed, sep="\n\n")
     return max((2 if row.fits is None else 1 for row in rows if row.failures), default=0)
 
 
 def _rehearse(case: Case) -> tuple[RehearsalResult, float]:
     """Return the result of a case, and its CPU seconds. An error is a result, so that it does not end the others."""
-    begin_s = _cpu_s()
+    begin_s = sum(os.times()[2:4])  # user and system seconds of child processes
     try:
         found = rehearse(gpu=case.gpu, ranks=case.ranks, quiet=True, **case.options)
     except Exception as error:  # noqa: BLE001
         found = RehearsalResult(0, 0, 0, case.ranks or 1, status=1, message=f"CannotRehearse: {reason(error)}")
-    return found, _cpu_s() - begin_s
-
-
-def _cpu_s() -> float:
-    used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return used.ru_utime + used.ru_stime
+    return found, sum(os.times()[2:4]) - begin_s
 
 
 def _junit(name: str, rows: Sequence[SweepRow]) -> bytes:

@@ -25,6 +25,7 @@ from torchtune_adaptive.rehearse.result import Outcome
 from torchtune_adaptive.rehearse.sweep import as_table, compare, range_in
 
 FAILED, HANGS = 2, 3
+_STATUS = {True: 0, False: 1, None: FAILED}
 OPTIONS = "rank", "together", "devices", "memory", "memory_overhead", "steps", "skew", "without_data"
 """Options that are arguments of `rehearse` with the same names."""
 
@@ -70,7 +71,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="replace a recipe's weights, tokenizer and data; samples have the length that a search measures",
     )  # fmt: skip
     parser.add_argument("--cases", metavar="FILE", help="rehearse the commands of this TOML file (docs/ci.md)")
-    parser.add_argument("--jobs", type=_number, default=1, metavar="N", help="cases that run in parallel (default: 1)")
+    parser.add_argument("--jobs", type=lambda text: _counts(text)[0], default=1, metavar="N", help="cases in parallel")
     parser.add_argument("--shard", type=_shard, default=(1, 1), metavar="I/N", help="run only every N-th case, from I")
     parser.add_argument("--junit", metavar="FILE", default="", help="write the results of the cases as JUnit XML")
     parser.add_argument("--update-peaks", action="store_true", help="record the peaks of the cases")
@@ -83,18 +84,22 @@ def run(options: argparse.Namespace) -> int:
     command = options.words[1:] if options.words[:1] == ["--"] else options.words
     given: dict[str, Any] = {name: getattr(options, name) for name in OPTIONS} | {"fixed": dict(options.fixed)}
     try:
+        _refuse_other_options(options)
         if options.cases:
-            return _run_cases(options)
+            return run_cases(
+                Path(options.cases), shard=options.shard, jobs=options.jobs, junit=options.junit,
+                update=options.update_peaks, as_json=options.format == "json",
+            )  # fmt: skip
         cards = [gpu_named(name) for name in dict.fromkeys(options.gpu)]
         if len(cards) * len(options.ranks) == 1:
             found = rehearse(command, cards[0], options.ranks[0], **given)
             print(json.dumps(found.as_dict(), indent=2) if options.format == "json" else found.as_text())
-            return HANGS if found.outcome is Outcome.HANGS else _status(found.answer)
+            return HANGS if found.outcome is Outcome.HANGS else _STATUS[found.answer]
         if range_in(command):
             raise ConfigError("a range is searched on a single GPU: give one --gpu and one --ranks")
         rows = compare(partial(rehearse, quiet=True, **given), command, cards, options.ranks)
         print(json.dumps([row.as_dict() for row in rows], indent=2) if options.format == "json" else as_table(rows))
-        return min(_status(row.fits) for row in rows)
+        return min(_STATUS[row.fits] for row in rows)
     except ConfigError as error:
         options.refuse(str(error))
     except NullCudaError as error:
@@ -102,21 +107,15 @@ def run(options: argparse.Namespace) -> int:
     return FAILED
 
 
-def _run_cases(options: argparse.Namespace) -> int:
-    """Run a file of cases. Refuse the options that the file contains instead."""
-    own = {"cases", "jobs", "shard", "junit", "update_peaks", "format"}
+def _refuse_other_options(options: argparse.Namespace) -> None:
+    """Refuse the options of cases without a file of cases, and with one, those that it contains instead."""
+    of_cases = {"jobs", "shard", "junit", "update_peaks"}
     add_arguments(parser := argparse.ArgumentParser())
-    for name, default in vars(parser.parse_args([])).items():
-        if name not in own and getattr(options, name) != default:
-            raise ConfigError(f"--cases reads {name.replace('words', 'the command')} from its file: set it there")
-    return run_cases(
-        Path(options.cases), shard=options.shard, jobs=options.jobs, junit=options.junit,
-        update=options.update_peaks, as_json=options.format == "json",
-    )  # fmt: skip
-
-
-def _status(fits: bool | None) -> int:
-    return {True: 0, False: 1, None: FAILED}[fits]
+    given = {name for name, default in vars(parser.parse_args([])).items() if getattr(options, name) != default}
+    if not options.cases and (wrong := given & of_cases):
+        raise ConfigError(f"--{min(wrong).replace('_', '-')} needs --cases: pass a file of cases, or leave it out")
+    if options.cases and (wrong := given - of_cases - {"cases", "format"}):
+        raise ConfigError(f"--cases reads {min(wrong).replace('words', 'the command')} from its file: set it there")
 
 
 def _counts(text: str, least: int = 1) -> list[int]:
@@ -124,10 +123,6 @@ def _counts(text: str, least: int = 1) -> list[int]:
     if not all(each.isdecimal() and int(each) >= least for each in numbers):
         raise argparse.ArgumentTypeError(f"{text} is not a number from {least}, or several with commas between them")
     return [int(each) for each in numbers]
-
-
-def _number(text: str) -> int:
-    return _counts(text)[0]
 
 
 def _shard(text: str) -> tuple[int, int]:

@@ -6,7 +6,7 @@ import fcntl
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from torchtune_adaptive.atomic_files import read_json, replace_file
 from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.formatting import format_bytes, in_columns, is_whole, parse_bytes
 from torchtune_adaptive.rehearse.result import RehearsalResult
+from torchtune_adaptive.rehearse.sweep import range_in
 
 RecordedPeak = Mapping[str, Any]
 """A recorded peak: allocated_bytes, reserved_bytes and by_kind."""
@@ -46,6 +47,16 @@ class Expectations:
         growth = self.growth_percent
         if growth is not None and (type(growth) not in (int, float) or not 0 <= growth < float("inf")):
             raise ConfigError(f"growth_percent is {growth!r}: a number from 0 is needed")
+        if growth is not None and not self.fits:
+            raise ConfigError("growth_percent compares only scripts that fit: leave it out, or fits = false")
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any], command: str | Sequence[str]) -> Expectations:
+        """Return the expectations among the arguments of a rehearsal of this command."""
+        expected = cls(**{each.name: given[each.name] for each in fields(cls) if each.name in given})
+        if expected.growth_percent is not None and range_in([command] if isinstance(command, str) else command):
+            raise ConfigError("growth_percent cannot compare a range: state at_least instead, or use a fixed value")
+        return expected
 
     def failures(self, found: RehearsalResult, recorded: RecordedPeak | None) -> list[str]:
         """Return a line for each expectation that is not met."""
@@ -76,29 +87,35 @@ def peak_of(found: RehearsalResult) -> RecordedPeak:
     return {**found.run_peaks, "by_kind": found.peak_by_kind}
 
 
-def change_by_kind(found: RehearsalResult, recorded: RecordedPeak | None) -> str:
-    """Return a table of the recorded peak and the present one; "" if none is recorded."""
-    if recorded is None:
-        return ""
+def change_by_kind(found: RehearsalResult, recorded: RecordedPeak) -> str:
+    """Return a table of the recorded peak and the present one."""
     now = peak_of(found)
     lines = [(kind, recorded["by_kind"].get(kind, 0), now["by_kind"].get(kind, 0)) for kind in now["by_kind"]]
     lines += [(f"{name} in all", recorded[f"{name}_bytes"], now[f"{name}_bytes"]) for name in MEASURES]
-    cells = [(name, _size(before), _size(after), _change(after - before)) for name, before, after in lines]
-    return in_columns([("peak", "recorded", "now", "change"), *cells])
+    cells = [(name, _size(before), _size(after), after - before) for name, before, after in lines]
+    rows = [(*cell, f"{'+' * (more > 0)}{_size(more)}" * bool(more)) for *cell, more in cells]
+    return in_columns([("peak", "recorded", "now", "change"), *rows])
 
 
 def report(failures: Sequence[str], found: RehearsalResult, recorded: RecordedPeak | None) -> str:
     """Return the failures, the change of the peak, and the report of the rehearsal, which begins with the verdict."""
     failed = "\n".join(each for each in failures if each != found.verdict())
-    return "\n\n".join(filter(None, [failed, change_by_kind(found, recorded), found.as_text()]))
+    change = change_by_kind(found, recorded) if recorded else ""
+    return "\n\n".join(filter(None, [failed, change, found.as_text()]))
 
 
 def read_peaks(path: Path) -> dict[str, RecordedPeak]:
     """Return the recorded peaks by name; none if there is no file."""
     try:
-        return read_json(path) or {}
+        peaks = read_json(path) or {}
     except ValueError as error:
         raise ConfigError(f"{path} cannot be read: {error}; correct or remove it") from error
+    for name, peak in peaks.items():
+        kinds = peak.get("by_kind") if isinstance(peak, dict) else None
+        sizes = [peak.get(f"{each}_bytes") for each in MEASURES] + [*kinds.values()] if type(kinds) is dict else [None]
+        if any(type(size) is not int for size in sizes):
+            raise ConfigError(f"{path}: the peak of {name!r} is damaged: remove it, and run once with --update-peaks")
+    return peaks
 
 
 def update_peaks(path: Path, peaks: Mapping[str, RecordedPeak]) -> None:
@@ -114,7 +131,3 @@ def update_peaks(path: Path, peaks: Mapping[str, RecordedPeak]) -> None:
 
 def _size(count: float) -> str:
     return format_bytes(count, 2)
-
-
-def _change(count: int) -> str:
-    return f"{'+' if count > 0 else '-'}{_size(abs(count))}" if count else ""

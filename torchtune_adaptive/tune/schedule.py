@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import groupby
 from typing import NamedTuple
@@ -36,17 +36,6 @@ def double_every(epochs: int) -> Increase:
 def add_every(epochs: int, amount: int) -> Increase:
     """Add `amount` rows every `epochs` epochs."""
     return lambda epoch, current: amount if epoch > 0 and epoch % epochs == 0 else 0
-
-
-def milestones(batch_sizes: Mapping[int, int]) -> Increase:
-    """Set the batch size from given epochs on: `{epoch: batch size}`."""
-    targets = dict(batch_sizes)
-
-    def increase(epoch: int, current: int) -> int:
-        reached = [start for start in targets if start <= epoch]
-        return targets[max(reached)] - current if reached else 0
-
-    return increase
 
 
 def build_increase_function(cfg: DictConfig) -> Increase | None:

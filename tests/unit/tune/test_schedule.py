@@ -19,7 +19,6 @@ from torchtune_adaptive.tune.schedule import (
     build_increase_function,
     double_every,
     log_schedule,
-    milestones,
     schedule_table,
     size_epochs,
     size_run,
@@ -74,8 +73,8 @@ def test_an_epoch_in_progress_keeps_its_samples_per_step_on_fewer_ranks_and_with
     [
         ("no.such.function", "'no.such.function'"),
         (
-            {"_component_": "torchtune_adaptive.tune.schedule.milestones", "batch_sizes": 5},
-            "schedule.milestones: TypeError",
+            {"_component_": "torchtune_adaptive.tune.schedule.double_every", "batch_sizes": 5},
+            "schedule.double_every: TypeError",
         ),
     ],
 )
@@ -103,9 +102,6 @@ def test_step_has_the_samples_of_its_mode_in_even_microbatches_that_fit(
         (double_every(2), [2, 2, 4, 4, 8, 8]),
         (double_every(1), [2, 4, 8, 16, 32, 64]),
         (add_every(3, 5), [2, 2, 2, 7, 7, 7]),
-        (milestones({1: 6, 4: 3}), [2, 6, 6, 6, 3, 3]),
-        (milestones({0: 9}), [9, 9, 9, 9, 9, 9]),
-        (milestones({}), [2, 2, 2, 2, 2, 2]),
     ],
 )
 def test_built_in_functions_give_these_batch_sizes(function: Increase, sizes: list[int]) -> None:
@@ -139,7 +135,7 @@ def test_epoch_has_every_whole_step_up_to_the_configured_maximum(
 
 @pytest.mark.parametrize(("scaling", "factors"), [("none", [1, 1]), ("sqrt", [2, 0.5]), ("linear", [4, 0.25])])
 def test_learning_rate_follows_the_growth_since_the_configured_step(scaling: str, factors: list[float]) -> None:
-    plans = plans_of(milestones({0: 16, 1: 1}), epochs=2, batch_size=4, lr_scaling=scaling)
+    plans = plans_of(lambda epoch, size: (16, 1)[epoch] - size, epochs=2, batch_size=4, lr_scaling=scaling)
     assert [plan.lr_factor for plan in plans] == factors
 
 
@@ -154,10 +150,14 @@ def test_resumed_run_continues_from_its_last_size() -> None:
     assert (steady[:2], {plan.microbatch_rows for plan in steady[2:]}) == (whole[:2], {2})
 
 
-def test_milestone_that_did_not_fit_is_reached_once_it_does() -> None:
-    tight = plans_of(milestones({1: 6}), fits=4)
+def to_six(epoch: int, current: int) -> int:
+    return 6 - current if epoch else 0
+
+
+def test_batch_size_that_did_not_fit_is_reached_once_it_does() -> None:
+    tight = plans_of(to_six, fits=4)
     assert {plan.batch_size for plan in tight} == {2}
-    roomy = plans_of(milestones({1: 6}), fits=8, past=tight[:4])
+    roomy = plans_of(to_six, fits=8, past=tight[:4])
     assert [plan.batch_size for plan in roomy] == [2, 2, 2, 2, 6, 6]
 
 
@@ -174,7 +174,6 @@ def returns_a_bool(epoch: int, current: int) -> int:
         (double_every(0), "epoch 1 and batch size 2, raised ZeroDivisionError"),
         (math.pi, "epoch 0 and batch size 2, raised TypeError"),
         (double_every, "a section with its _component_"),
-        (milestones({2: 50_000}), "epoch 2: a step takes 100000 samples per rank, but a rank has only 99999"),
     ],
 )
 def test_invalid_increase_is_an_error_before_training(function: Any, fact: str) -> None:
