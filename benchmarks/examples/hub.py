@@ -1,4 +1,4 @@
-"""Makes what example scripts of TRL, transformers and torchtitan load from the hub: models without weights, and rows of data.
+"""Makes what example scripts of TRL, transformers and torchtitan load: models without weights, and rows of data.
 
 python benchmarks/examples/hub.py FOLDER
 """
