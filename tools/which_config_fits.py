@@ -152,7 +152,7 @@ def fits_smaller(row: Mapping[str, Any]) -> str:
 
 
 def examples(file: Path) -> list[str]:
-    """Return the section of a file of cases, from the output of `tune-adaptive rehearse --cases FILE --format json`."""
+    """Return the section of a file of cases, from the output of benchmarks/examples/rehearse.sh."""
     commands = {case.name: case.options["command"] for case in read_cases(file)}
     rows = json.loads((RESULTS / f"examples_{file.stem}.json").read_text(encoding="utf-8"))
     text, _, missing = file.with_suffix(".md").read_text(encoding="utf-8").partition("\n---\n")
@@ -168,8 +168,9 @@ def examples(file: Path) -> list[str]:
         cells = [row["case"].rpartition(", ")[0], options, row["gpu"], row["ranks"], allocated, reserved]
         cells += ["yes" if row["fits"] else "no", rate, fits_smaller(row), f"{row['cpu_s']:.0f}"]
         lines.append(f"| {' | '.join(map(str, cells))} |")
+    failed = [f"- {row['case'].rpartition(', ')[0]}: {row['verdict']}" for row in rows if row["fits"] is None]
     later = [name.rpartition(", ")[0] for name in commands.keys() - {row["case"] for row in rows}]
-    return [*lines, "", missing.strip(), *[f"- not yet: {'; '.join(sorted(later))}"] * bool(later)]
+    return [*lines, "", missing.strip(), *failed, *[f"- not yet: {'; '.join(sorted(later))}"] * bool(later)]
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""Makes what example scripts of TRL and transformers load from the hub: models without weights, and long rows of data.
+"""Makes what example scripts of TRL, transformers and torchtitan load: models without weights, and rows of data.
 
 python benchmarks/examples/hub.py FOLDER
 """
@@ -26,7 +26,7 @@ def save_model(folder: Path, config: dict[str, Any], special: list[str], about: 
     architecture = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(kind, "")
     AutoConfig.for_model(**config, architectures=[architecture]).save_pretrained(folder)
     ids = {word: at for at, word in enumerate([*special, *string.ascii_letters, "Ġ", *map("".join, merges)])}
-    if kind == "qwen2":  # transformers loads this class, whatever the folder contains
+    if kind in ("qwen2", "llama"):  # for qwen2, transformers loads no other class; GOLD needs bytes
         Qwen2Tokenizer(vocab=ids, merges=merges, **about).save_pretrained(folder)
         return
     words = Tokenizer(models.WordLevel(ids, about["unk_token"]))
@@ -62,6 +62,7 @@ def save_data(folder: Path, about: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
+    random.seed(0)
     hub, root = json.loads(HUB.read_text(encoding="utf-8")), Path(sys.argv[1])
     for names, each in hub["models"].items():
         about = {**hub["tokenizer"], "model_max_length": each.get("longest", 32768)}
