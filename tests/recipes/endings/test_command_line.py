@@ -46,30 +46,27 @@ def assert_trained(ended: Finished, cwd: Path, *, arithmetic: str) -> None:
 
 
 @pytest.mark.smoke
-@pytest.mark.parametrize(("at", "status"), [(0, 1), (1, 0)], ids=["without recovery", "with recovery"])
-def test_commands_print_the_lines_that_readme_shows(at: int, status: int, tmp_path: Path) -> None:
-    """Shortened lines end with ` ...`. Losses are compared to one digit, because later ones differ between CPUs.
+def test_command_prints_the_lines_that_readme_shows(tmp_path: Path) -> None:
+    """Losses are compared to one digit, because later ones differ between CPUs.
 
     Any step on any rank can be the first to run out of memory: step 4 peaks 0.3 MiB below the limit, and gloo may hold
     a gathered layer a moment longer.
     """
     text = (ROOT / "README.md").read_text(encoding="utf-8")
-    command, block = re.findall(r"^    \$ tune run ((?:.+\\\n)*.+)\n((?:    .+\n)+)", text, re.MULTILINE)[at]
-    launcher, number, recipe, *config = command.replace("\\\n", "").split()
+    [(command, block)] = re.findall(r"^    \$ tune run (.+)\n((?:    .+\n)+)", text, re.MULTILINE)
+    launcher, number, recipe, *config = command.split()
     assert (launcher, number) == ("--nproc_per_node", "2")
     ended = tune_run_forked(recipe, *config, ranks=2, cwd=tmp_path, timeout_s=180)
-    assert ended.status == status
+    assert ended.status == 0
     seen = [_comparable(line) for line in ended.output.splitlines()]
     shown = [_comparable(line.strip()) for line in block.splitlines()]
-    assert len(shown) == 2 + at
-    for line in shown:
-        whole, cut = line.removesuffix(" ..."), line.endswith(" ...")
-        assert any(each.startswith(whole) if cut else each.strip() == whole for each in seen), line
+    assert len(shown) == 3
+    assert {*shown} <= {each.strip() for each in seen}
 
 
 def _comparable(line: str) -> str:
     if "out of memory" in line:
-        return re.sub(r"\d+", "N", line.replace("error (rank 1)", "error"))
+        return re.sub(r"\d+", "N", line)
     return re.sub(r"\b(\d+\.\d)\d{3}\b", r"\1", line)
 
 
