@@ -242,10 +242,8 @@ def test_script_that_raises_another_error_after_oom_does_not_fit(rehearse: Rehea
             "try:", model + "\n        try:"
         )
     )
-    assert (answer.status, "failed in step 2 at train.py:8: KeyError: 'another'" in answer.found["verdict"]) == (
-        2,
-        True,
-    )
+    assert answer.status == 2
+    assert "failed in step 2 at train.py:9: KeyError: 'another'" in answer.found["verdict"]
     answer = rehearse(script.replace("CAUSE", "from None"))
     assert answer.status == 2
     assert answer.found["verdict"].endswith("training has failed; it ran out of memory before (see below)")
