@@ -15,7 +15,6 @@ from benchmarks.results import save
 
 BENCHMARKS = (
     "overhead",
-    "startup",
     "trainer",
     "ddp",
     "saves",
@@ -23,7 +22,6 @@ BENCHMARKS = (
     "strategies",
     "recovery",
     "packing",
-    "dealing",
     "stages",
     "rollouts",
     "scaling",

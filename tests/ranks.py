@@ -37,10 +37,6 @@ class RankFailed(AssertionError):
     """A rank raised an exception or died."""
 
 
-class RankCrashed(RankFailed):
-    """A signal ended a rank. `make test` repeats such a test once: see "Unexplained" in docs/open.md."""
-
-
 class RanksHung(AssertionError):
     """A rank was still running at the timeout."""
 
@@ -121,7 +117,7 @@ def _collect(results: dict[int, Connection], processes: list[BaseProcess], timeo
                 processes[rank].join(timeout=10)
                 status = processes[rank].exitcode or 0
                 end = signal.Signals(-status).name if status < 0 else f"status {status}"
-                raise RankCrashed(f"rank {rank} died ({end})\n{_stack_file(folder, rank).read_text()}") from None
+                raise RankFailed(f"rank {rank} died ({end})\n{_stack_file(folder, rank).read_text()}") from None
             if not succeeded:
                 failed[rank] = value
             returned[rank] = value

@@ -97,10 +97,6 @@ class SampleError(AdaptiveError):
     """A sample cannot be read. The message names its index."""
 
 
-class NotLearningError(AdaptiveError):
-    """Training has no effect, for example because every update is skipped."""
-
-
 class RecoveryUnsupportedError(AdaptiveError):
     """A step that runs out of memory cannot be repeated.
 

@@ -302,6 +302,18 @@ def test_offloaded_tensors_take_no_host_memory(rehearse: Rehearse, pinned: bool)
     assert held_kib < 2.5 * 2**20
 
 
+def test_scalar_tensors_in_nested_lists_become_tensors(rehearse: Rehearse) -> None:
+    script = """
+        import torch
+
+        one, two = torch.tensor(1.0), torch.tensor(2.0)
+        assert torch.tensor([one, two]).tolist() == [1.0, 2.0]
+        assert torch.as_tensor(([one], (two,)), device="cuda").shape == (2, 1)
+    """
+    answer = rehearse(script, json_format=False)
+    assert answer.status == 0, answer.printed
+
+
 def test_nvml_reports_the_card(rehearse: Rehearse) -> None:
     script = """
         import ctypes, torch

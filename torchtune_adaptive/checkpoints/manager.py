@@ -43,7 +43,7 @@ from torchtune_adaptive.config.remedies import KEYS
 from torchtune_adaptive.engine.oom import fatal_on_oom, is_oom
 from torchtune_adaptive.engine.ranks import explaining_collectives, from_all_ranks
 from torchtune_adaptive.engine.snapshot import RngState
-from torchtune_adaptive.errors import CheckpointError, NotLearningError, Remedy, RunStopped, UnrecoverableError
+from torchtune_adaptive.errors import CheckpointError, Remedy, RunStopped, UnrecoverableError
 from torchtune_adaptive.failed_writes import cause_of_failed_write, python_opens_files
 from torchtune_adaptive.formatting import format_bytes
 from torchtune_adaptive.lifecycle.console import log_rank_0
@@ -130,7 +130,7 @@ class CheckpointManager:
         name, began = progress.name_of_checkpoint(), time.perf_counter()
         finite, random_states = zip(*from_all_ranks((weights_are_finite(model), capture_random_state())), strict=True)
         if not all(finite):  # otherwise pruning could replace all good checkpoints by bad ones
-            raise NotLearningError(
+            raise CheckpointError(
                 f"checkpoint {name} is not saved, because the weights are NaN or infinite; {_last_good()}: start a new "
                 f"run{' from there' * bool(self.last)}, with a lower optimizer.lr or a clip_grad_norm"
             )

@@ -187,8 +187,8 @@ class DeviceValues:
         def copy(given: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
             if torch.compiler.is_compiling():
                 return function(given, *args, **kwargs)
-            if isinstance(given, list):  # C++ takes tensors for sequences, because `__getitem__` is replaced
-                given = [each.item() if isinstance(each, torch.Tensor) and not each.dim() else each for each in given]
+            if isinstance(given, list | tuple):
+                given = _with_numbers(given)
             source = next(iter((*args, *kwargs.values()))) if function.__name__ == "copy_" else given
             from_device = isinstance(source, torch.Tensor) and source.is_cuda
             if from_device and source.is_floating_point() and source.numel() >= LARGE and _is_plain(source):
@@ -417,6 +417,13 @@ class DeviceValues:
             return tree_map(lambda each: each.to(tensor.device), operation(values, *args, **kwargs))
 
         return run
+
+
+def _with_numbers(given: Any) -> Any:
+    """Replace scalar tensors in nested lists: C++ takes them for sequences, because `__getitem__` is replaced."""
+    if isinstance(given, list | tuple):
+        return [*map(_with_numbers, given)]
+    return given.item() if isinstance(given, torch.Tensor) and not given.dim() else given
 
 
 def _is_plain(value: Any) -> bool:

@@ -43,10 +43,10 @@ class CheckedDataset(Dataset[Sample]):
     def __len__(self) -> int:
         return len(self.dataset)
 
-    def read(self, index: int) -> Any:
-        """Return a sample without checking it; an error names its index."""
+    def __getitem__(self, index: int) -> Sample:
+        index = int(index)  # resumed epochs pass NumPy integers
         try:
-            return self.dataset[index]
+            sample = {**self.dataset[index], INDEX: index}
         except (Exception, SystemExit) as error:
             raise SampleError(
                 f"sample {index} of the dataset cannot be read on rank {rank()} ({in_a_line(error)}): fix it or remove "
@@ -54,10 +54,6 @@ class CheckedDataset(Dataset[Sample]):
                 "dataset.column_map or dataset.conversation_column; "
                 "TORCHTUNE_ADAPTIVE_TRACEBACK=1 shows the traceback"
             ) from error
-
-    def __getitem__(self, index: int) -> Sample:
-        index = int(index)  # resumed epochs pass NumPy integers
-        sample = {**self.read(index), INDEX: index}
         if self.truncate_at is not None:
             sample["tokens"] = sample["tokens"][: self.truncate_at]
         self.check_length(index, self.kind.length_of(sample))
