@@ -305,3 +305,21 @@ def test_range_in_braces_is_searched(rehearse: Rehearse) -> None:
     assert (answer.status, answer.found["fits"]) == (0, True)
     assert f"{largest}: fits" in answer.printed
     assert f"{largest + 1}: does not fit" in answer.printed
+
+
+def test_every_step_may_compile(rehearse: Rehearse) -> None:
+    """torch's observer of operations corrupts memory if it is replaced while a function is observed."""
+    script = """
+        import torch
+
+        model = torch.nn.Sequential(*[torch.nn.Linear(64, 64) for _ in range(8)]).cuda()
+        optimizer = torch.optim.SGD(model.parameters())
+        for step in range(100):
+            torch._dynamo.reset()
+            torch.compile(model, backend="eager")(torch.randn(8, 64, device="cuda")).sum().backward()
+            optimizer.step()
+            kept = [torch.randn(step % 50 + 1) for _ in range(100)]
+    """
+    answer = rehearse(script, "--steps", "0")
+    assert (answer.found["fits"], len(answer.found["steps"])) == (True, 100), answer.found["verdict"]
+    assert answer.found["time"]

@@ -179,6 +179,7 @@ class StepRecorder:
             self._have_stepped.add(parameter)
             return
         self._stepping, usage = None, self._peaks.read()
+        ended, traced = self.steps, self._traced
         if parameter not in self._have_stepped:
             self._state_bytes += max(_allocated() - self._allocated, 0)
         self._have_stepped.add(parameter)
@@ -190,8 +191,9 @@ class StepRecorder:
         self._stepped = self._stepped | {parameter}
         if self._stepped == self._all:
             self._end_step()
-        # Do not trace the first step, which allocates the optimizer state and compiles.
-        if self._traced is None and (self.steps or self._first_step_is_complete):
+        # Do not trace the first step, which allocates the optimizer state and compiles. If a traced step has compiled,
+        # trace another one, but not the next: torch's observer corrupts memory if it is replaced inside a hook.
+        if self._traced is traced is None and (self.steps > ended or self._first_step_is_complete):
             if devices := self._run | self._reading:
                 self.write("held", {"held_bytes": memory_by_holder(max(devices, key=torch.cuda.memory_allocated))})
             self._traced, self._graphs = self._current_step, _compiled_graphs()
