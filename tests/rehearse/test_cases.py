@@ -3,6 +3,10 @@
 import json
 import re
 import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 from textwrap import dedent
 from xml.etree import ElementTree
@@ -43,6 +47,7 @@ def test_python_returns_what_the_command_prints(
         ({"ranks": 0}, "ranks is 0"),
         ({"steps": "3"}, "steps is '3'"),
         ({"rank": 1, "together": True}, "leave out one of them"),
+        ({"timeout": 0}, "timeout is 0"),
         ({"memory": "many"}, "memory: cannot read 'many'"),
         ({"without_data": True}, "needs a recipe"),
     ],
@@ -107,6 +112,82 @@ def test_crashed_case_names_the_line_and_keeps_the_complete_output(tmp_path: Pat
         assert "reading\n" in printed
         assert printed.count("a warning\n") == 2000
         assert 'File "crashes.py", line 6, in read\n' in printed.replace(f"{tmp_path}/", "")
+
+
+LEAVES_THINGS = """
+    import os, subprocess, sys, torch
+    left = os.environ.get("LEFT"), getattr(torch, "left", None)
+    card = torch.cuda.get_device_properties(0)
+    with open("seen.txt", "a") as seen:
+        seen.write(f"{os.getppid()} {left} {torch.cuda.device_count()} {card.total_memory} {card.major}\\n")
+    os.environ["LEFT"], torch.left = "1", 1
+    open("child.txt", "w").write(str(subprocess.Popen(["sleep", "600"]).pid))
+    os.chdir("/")
+"""
+
+
+def test_cases_share_imports_and_nothing_else(tmp_path: Path) -> None:
+    skip_without_null_device()
+    (tmp_path / "train.py").write_text(dedent(LEAVES_THINGS) + dedent(TRAINS))
+    (tmp_path / "fits.toml").write_text(
+        "[[case]]\ncommand = 'train.py 100 600'\ngpu = ['a100-40', 'h100']\nranks = [1, 2]\nmemory_overhead = '2GiB'\n"
+    )
+    ended = run_program(tmp_path, "tune-adaptive", "rehearse", "--cases", "fits.toml", "--format", "json")
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    together, seen = json.loads(ended.stdout), (tmp_path / "seen.txt").read_text().splitlines()
+    assert len({line.split()[0] for line in seen}) == 1
+    assert [line.split(maxsplit=1)[1] for line in seen] == [
+        f"(None, None) {row['ranks']} {row['usable_bytes']} {8 + (row['gpu'] == 'h100')}" for row in together
+    ]
+    wait_until(lambda: not Path("/proc", (tmp_path / "child.txt").read_text()).exists(), 20)
+    alone = run_program(
+        tmp_path, "tune-adaptive", "rehearse", "--gpu", "h100", "--ranks", "2", "--memory-overhead", "2GiB",
+        "--format", "json", "--", "train.py", "100", "600",
+    )  # fmt: skip
+    peaks = json.loads(alone.stdout)["rank_peaks"][0]
+    assert [together[-1][name] for name in ("allocated_bytes", "reserved_bytes")] == [*peaks.values()][1:]
+    assert 0 < together[1]["cpu_s"] < together[0]["cpu_s"]  # the first has imported torch
+
+
+def test_case_that_does_not_end_is_killed_after_its_timeout(tmp_path: Path) -> None:
+    skip_without_null_device()
+    (tmp_path / "loops.py").write_text("while True: pass\n")
+    (tmp_path / "train.py").write_text(dedent(TRAINS))
+    (tmp_path / "fits.toml").write_text(
+        "[[case]]\ncommand = 'loops.py'\ntimeout = 0.5\n[[case]]\ncommand = 'train.py 100'\ntimeout = 60\n"
+    )
+    ended = run_program(tmp_path, "tune-adaptive", "rehearse", "--cases", "fits.toml", "--format", "json")
+    looping, training = json.loads(ended.stdout)
+    assert (ended.returncode, training["fits"]) == (2, True)
+    assert looping["verdict"] == (
+        "no answer: the script did not end within 0.5 s and was killed in step 1: raise --timeout"
+    )
+
+
+def test_stopped_job_has_the_results_of_cases_that_have_ended(tmp_path: Path) -> None:
+    skip_without_null_device()
+    (tmp_path / "train.py").write_text(dedent(TRAINS))
+    (tmp_path / "waits.py").write_text(
+        "import os, time\nopen('waits.txt', 'w').write(str(os.getpid()))\ntime.sleep(600)\n"
+    )
+    (tmp_path / "fits.toml").write_text(
+        "[defaults]\ngrowth_percent = 1\n[[case]]\ncommand = 'train.py 100'\n[[case]]\ncommand = 'waits.py'\n"
+    )
+    words = ("tune-adaptive", "rehearse", "--cases", "fits.toml", "--junit", "fits.xml", "--update-peaks")
+    with subprocess.Popen([Path(sys.executable).with_name(words[0]), *words[1:]], cwd=tmp_path) as job:
+        wait_until(lambda: (tmp_path / "waits.txt").exists(), 120)
+        job.kill()
+    wait_until(lambda: not Path("/proc", (tmp_path / "waits.txt").read_text().strip()).exists(), 20)
+    (case,) = ElementTree.parse(tmp_path / "fits.xml").getroot()
+    assert case.get("name") == "train.py 100, h100"
+    assert [*json.loads((tmp_path / "fits.peaks.json").read_text())] == ["train.py 100, h100"]
+
+
+def wait_until(condition: Callable[[], bool], seconds: float) -> None:
+    until_s = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < until_s
+        time.sleep(0.05)
 
 
 def test_update_of_peaks_without_an_expectation_names_it(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 import signal
 import subprocess
 from functools import partial
@@ -10,6 +11,7 @@ from pathlib import Path
 from textwrap import dedent
 
 import pytest
+import torch
 
 from tests.null.processes import skip_without_null_device
 from tests.rehearse.conftest import Rehearse
@@ -960,8 +962,8 @@ def test_step_of_an_optimizer_that_contains_others_counts_once(rehearse: Rehears
             optimizer.step()
             optimizer.zero_grad()
     """
-    answer = rehearse(dedent(script))
-    assert len(answer.found["steps"]) == 3, answer.printed
+    answer = rehearse(dedent(script), "--steps", "3")
+    assert (answer.found["fits"], len(answer.found["steps"])) == (True, 3), answer.found["verdict"]
     assert answer.found["time"]
 
 
@@ -1056,7 +1058,8 @@ ENDS_LATE = """
     model(torch.zeros(8, 1024, device="cuda")).sum().backward()
     optimizer.step()
     optimizer.step()
-    os.kill(os.getppid(), signal.SIGTERM)
+    parent = open(f"/proc/{os.getppid()}/stat").read().split()[3]  # of the process that imports torch
+    os.kill(int(parent), signal.SIGTERM)
     signal.pause()
 """
 
@@ -1077,6 +1080,15 @@ def test_signal_ends_background_jobs_and_processes_that_ignore_it(
 def _ignore_interrupts() -> None:
     """Ignore SIGINT, as a shell does for background jobs."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+def test_torch_that_cannot_be_imported_is_named(rehearse: Rehearse, tmp_path: Path) -> None:
+    (tmp_path / "torch").mkdir()
+    shutil.copy(Path(torch.__file__).with_name("version.py"), tmp_path / "torch")
+    (tmp_path / "torch" / "__init__.py").write_text("raise ImportError('libcudart is missing')")
+    answer = rehearse(ONE_STEP, variables={"PYTHONPATH": str(tmp_path)})
+    assert (answer.status, answer.found["fits"]) == (2, None)
+    assert "ImportError: libcudart is missing" in answer.found["verdict"]
 
 
 def test_unwritable_report_is_an_error(rehearse: Rehearse, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import json
-import os
 import sys
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -91,41 +90,38 @@ def run_cases(path: Path, *, shard: tuple[int, int], jobs: int, junit: str, upda
     if not cases:
         print(f"shard {shard[0]}/{shard[1]} has no case", file=sys.stderr)
     peaks, recorded = path.with_suffix(".peaks.json"), read_peaks(path.with_suffix(".peaks.json"))
-    found = dict[str, tuple[RehearsalResult, float]]()
-    for name, ended in in_parallel(_rehearse, {name: (case,) for name, case in cases.items()}, jobs):
-        found[name] = ended
-        if update and ended[0].fits and cases[name].expected.growth_percent is not None:
-            recorded[name] = peak_of(ended[0])
-    if update:
-        update_peaks(peaks, {name: recorded[name] for name in cases if name in recorded})
-    rows = []
-    for name, case in cases.items():
-        failures, before = case.expected.failures(found[name][0], recorded.get(name)), recorded.get(name)
-        text = report(failures, found[name][0], before) if failures else ""
-        grown = found[name][0].run_peaks["allocated_bytes"] - before["allocated_bytes"] if before else None
-        rows.append(SweepRow(case.gpu, found[name][0], name, failures, text, grown, found[name][1]))
-        if found[name][0].output:
-            print(f"output of {name}:", found[name][0].output, sep="\n", file=sys.stderr)
-    if junit:
-        replace_file(Path(junit), _junit(printable(path.name), rows))
+    ended = dict[str, SweepRow]()
+    for name, found in in_parallel(_rehearse, {name: (case,) for name, case in cases.items()}, jobs):
+        print(f"{name}: {found.verdict()}", file=sys.stderr, flush=True)
+        if found.output:
+            print(f"output of {name}:", found.output, sep="\n", file=sys.stderr)
+        expected = cases[name].expected
+        if update and found.fits and expected.growth_percent is not None:
+            recorded[name] = peak_of(found)
+            update_peaks(peaks, {name: recorded[name]})
+        failures, before = expected.failures(found, recorded.get(name)), recorded.get(name)
+        text = report(failures, found, before) if failures else ""
+        grown = found.run_peaks["allocated_bytes"] - before["allocated_bytes"] if before else None
+        ended[name] = SweepRow(cases[name].gpu, found, name, failures, text, grown)
+        if junit:  # after each case, so that a job that is stopped has results
+            replace_file(Path(junit), _junit(printable(path.name), [ended[name] for name in cases if name in ended]))
+    rows = [ended[name] for name in cases]
     if as_json:
         print(json.dumps([row.as_dict() for row in rows], indent=2))
     else:
         failed = [f"{row.name}: {row.report}" for row in rows if row.failures]
-        cpu_s = sum(row.cpu_s for row in rows)
+        cpu_s = sum(row.found.cpu_s for row in rows)
         total = f"{count_of(len(rows), 'case')}, {len(failed)} not as expected, {cpu_s:.0f} CPU s"
         print(as_table(rows), total, *failed, sep="\n\n")
     return max((2 if row.fits is None else 1 for row in rows if row.failures), default=0)
 
 
-def _rehearse(case: Case) -> tuple[RehearsalResult, float]:
-    """Return the result of a case, and its CPU seconds. An error is a result, so that it does not end the others."""
-    begin_s = sum(os.times()[2:4])  # user and system seconds of child processes
+def _rehearse(case: Case) -> RehearsalResult:
+    """Return the result of a case. An error is a result, so that it does not end the others."""
     try:
-        found = rehearse(gpu=case.gpu, ranks=case.ranks, quiet=True, **case.options)
+        return rehearse(gpu=case.gpu, ranks=case.ranks, quiet=True, **case.options)
     except Exception as error:  # noqa: BLE001
-        found = RehearsalResult(0, 0, 0, case.ranks or 1, status=1, message=f"CannotRehearse: {reason(error)}")
-    return found, sum(os.times()[2:4]) - begin_s
+        return RehearsalResult(0, 0, 0, case.ranks or 1, status=1, message=f"CannotRehearse: {reason(error)}")
 
 
 def _junit(name: str, rows: Sequence[SweepRow]) -> bytes:
@@ -134,7 +130,7 @@ def _junit(name: str, rows: Sequence[SweepRow]) -> bytes:
     for tag in "failure", "error":
         suite.set(f"{tag}s", str(tags.count(tag)))
     for row, tag in zip(rows, tags, strict=True):
-        case = ElementTree.SubElement(suite, "testcase", classname=name, name=row.name, time=f"{row.cpu_s:.1f}")
+        case = ElementTree.SubElement(suite, "testcase", classname=name, name=row.name, time=f"{row.found.cpu_s:.1f}")
         if tag:
             ElementTree.SubElement(case, tag, message=printable(row.failures[0])).text = _printable_lines(row.report)
         if row.found.output:

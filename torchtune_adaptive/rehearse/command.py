@@ -26,7 +26,7 @@ from torchtune_adaptive.rehearse.sweep import as_table, compare, range_in
 
 FAILED, HANGS = 2, 3
 _STATUS = {True: 0, False: 1, None: FAILED}
-OPTIONS = "rank", "together", "devices", "memory", "memory_overhead", "steps", "skew", "without_data"
+OPTIONS = "rank", "together", "devices", "memory", "memory_overhead", "steps", "skew", "timeout", "without_data"
 """Options that are arguments of `rehearse` with the same names."""
 
 
@@ -66,6 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--fixed", type=_fixed, action="append", default=[], metavar="FILE:LINE=N",
         help="let this line read the integer N from the GPU, instead of 0; the report names such lines",
     )  # fmt: skip
+    parser.add_argument("--timeout", type=float, metavar="S", help="kill the script after S seconds")
     parser.add_argument(
         "--without-data", action="store_true",
         help="replace a recipe's weights, tokenizer and data; samples have the length that a search measures",

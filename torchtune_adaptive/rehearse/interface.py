@@ -26,7 +26,8 @@ def rehearse(
     command: str | Sequence[str], gpu: str | Gpu = GPU, ranks: int | None = None, *,
     rank: int = 0, together: bool | Sequence[int] = False, devices: int | None = None, memory: str | int | None = None,
     memory_overhead: str | int | None = None, steps: int = STEPS, skew: float = 1,
-    fixed: Mapping[str, int] | None = None, without_data: bool = False, quiet: bool = False,
+    fixed: Mapping[str, int] | None = None, timeout: float | None = None, without_data: bool = False,
+    quiet: bool = False,
 ) -> RehearsalResult:  # fmt: skip
     """Rehearse a command, without a GPU, and return its verdict, its peaks and its estimated time.
 
@@ -48,6 +49,8 @@ def rehearse(
     for name, value, least in ("ranks", ranks, 1), ("rank", rank, 0), ("devices", devices, 1), ("steps", steps, 0):
         if value is not None and not is_whole(value, at_least=least):
             raise ConfigError(f"{name} is {value!r}: pass a whole number from {least}")
+    if timeout is not None and not (type(timeout) in (int, float) and 0 < timeout < float("inf")):
+        raise ConfigError(f"timeout is {timeout!r}: pass the seconds after which the script is killed")
     if rank and together is not False:
         raise ConfigError("--together reports the fullest rank, and --rank a single one: leave out one of them")
     if without_data and not any(Path(word).name.startswith("adaptive_") for word in words):
@@ -59,7 +62,7 @@ def rehearse(
     settings = RankSettings(
         max([rank, *(several or [])]), ranks, steps=steps, devices=devices, together=several, skew=max(1, skew),
         overhead_bytes=None if memory_overhead is None else parse_bytes(memory_overhead, "memory_overhead"),
-        fixed=fixed or {}, without_data=without_data,
+        fixed=fixed or {}, timeout=timeout, without_data=without_data,
     )  # fmt: skip
     if range_in(words):
         report = (lambda _: None) if quiet else partial(print, file=sys.stderr, flush=True)

@@ -60,6 +60,7 @@ class Outcome(Enum):
     FITS = auto()
     OUT_OF_MEMORY = auto()
     INTERRUPTED = auto()
+    TIMED_OUT = auto()
     HANGS = auto()
     """Ranks that run together wait for each other."""
     USED_ELSEWHERE = auto()
@@ -87,7 +88,11 @@ class RehearsalResult:
     ranks: int
     status: int
     """The script's exit status."""
+    cpu_s: float = 0
+    """The CPU seconds of the script's processes, of all its rehearsals if there were several."""
     interrupted: bool = False
+    timeout: float | None = None
+    """The seconds after which the script was killed; None if it ended earlier."""
     last_error: str = ""
     """The script's last line of standard error that looks like an error; if no line does, its last line."""
     steps: list[dict[str, int]] = field(default_factory=list)
@@ -198,6 +203,7 @@ class RehearsalResult:
         conditions = {
             Outcome.OUT_OF_MEMORY: self.out_of_memory is not None,
             Outcome.INTERRUPTED: self.status != 0 and self.interrupted,
+            Outcome.TIMED_OUT: self.timeout is not None,
             Outcome.USED_ELSEWHERE: bool(self.child),
             Outcome.HANGS: bool(self.hang),
             Outcome.KILLED: self.status < 0,
@@ -233,7 +239,8 @@ class RehearsalResult:
         worst = max(answered, key=lambda at: (not answered[at].answer, answered[at].run_peaks["reserved_bytes"]))
         short = ((place, each.verdict().partition("; ")[0]) for place, each in results.items() if place != worst)
         tried = [{"place": place, "verdict": verdict} for place, verdict in short]
-        return replace(answered[worst], inverted=worst, tried=tried)
+        cpu_s = sum(each.cpu_s for each in results.values())
+        return replace(answered[worst], inverted=worst, tried=tried, cpu_s=cpu_s)
 
     @property
     def second_step_bytes(self) -> int:
@@ -277,6 +284,8 @@ class RehearsalResult:
             case Outcome.INTERRUPTED:
                 before = f"; before that, {self._most_reserved}" if self.all_peaks else ""
                 why = f"interrupted in step {step}{before}"
+            case Outcome.TIMED_OUT:
+                why = f"the script did not end within {self.timeout:g} s and was killed in step {step}: raise --timeout"
             case Outcome.USED_ELSEWHERE:
                 command = re.sub(r"^\S*python[\d.]* (-\w )*", "", self.child)
                 remedy = f"rehearse that command instead, with --ranks: {command}"

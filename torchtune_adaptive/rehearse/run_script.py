@@ -1,10 +1,13 @@
-"""The process of a rehearsal, which `start` starts as `python -P -m ...run_script FOLDER SETTINGS script args`.
+"""The processes of rehearsals, which `processes` starts as `python -P -m ...run_script CHANNEL`.
 
-1. Set the environment variables of the rank, and replace process groups and launchers (`fake_ranks`). A launcher then
-   runs its script in this process.
+The first process imports torch once for all scripts:
+
+1. Replace process groups and launchers (`fake_ranks`). A launcher then runs its script in its own process.
 2. Skip work that has no effect on GPU memory: writes to large tensors of the host, and autotuning.
 3. Replace the functions that read values from the GPU (`device_values`).
-4. Run the script, and record each optimizer step (`step_recorder`).
+
+It forks a process for each script, which sets the environment variables of the rank, runs the script, and records each
+optimizer step (`step_recorder`).
 """
 
 from __future__ import annotations
@@ -16,11 +19,14 @@ import json
 import os
 import runpy
 import signal
+import socket
 import sys
 import tempfile
 import threading
+import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NoReturn
@@ -31,6 +37,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torchtune_adaptive.null_cuda import set_card
 from torchtune_adaptive.rehearse.device_values import LARGE, DeviceValues
 from torchtune_adaptive.rehearse.fake_ranks import FakeRanks, after_import, replace_simple_launcher
+from torchtune_adaptive.rehearse.processes import end_with_parent
 from torchtune_adaptive.rehearse.result import NEEDS_OTHERS
 from torchtune_adaptive.rehearse.start import (
     LAUNCHERS,
@@ -44,18 +51,69 @@ from torchtune_adaptive.rehearse.step_recorder import StepRecorder, flush
 from torchtune_adaptive.rehearse.together import fork_ranks
 from torchtune_adaptive.run_hooks import HOOKS
 
+SHARED = "torch.distributed.fsdp", "torch.distributed.tensor", "torch._dynamo"
+"""Modules that most scripts import. Libraries are not among them: many of them use CUDA, which forbids to fork."""
 
-def main(folder: str, settings_json: str, *command: str) -> NoReturn:
-    """Run the command, and end this process with its exit status."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs of a shell ignore it
+
+def serve(channel_number: str) -> None:
+    """Fork a process for each request of the channel. Answer with its ID and, when it has ended, with its status."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    channel = socket.socket(fileno=int(channel_number))
+    for name in SHARED:
+        import_module(name)
+    fake_ranks, values = replace_functions()
+    gc.collect()
+    gc.freeze()  # so that collections take as long as if a script had not imported these modules
+    with open(os.devnull, "w") as nowhere:
+        os.dup2(nowhere.fileno(), 1)
+        os.dup2(nowhere.fileno(), 2)
+    cpu_s = time.process_time()
+    while (received := socket.recv_fds(channel, 2**20, 2))[0]:
+        request, outputs, *_ = received
+        if (process := os.fork()) == 0:
+            channel.close()
+            for at, output in enumerate(outputs, 1):
+                os.dup2(output, at)
+                os.close(output)
+            _begin(fake_ranks, values, **json.loads(request))
+        for output in outputs:
+            os.close(output)
+        with suppress(PermissionError, ProcessLookupError):
+            os.setpgid(process, process)
+        channel.send(str(process).encode())
+        os.waitid(os.P_PID, process, os.WEXITED | os.WNOWAIT)
+        os.killpg(process, signal.SIGKILL)  # ends what the script has started, while no other process can have this ID
+        _, status, usage = os.wait4(process, 0)
+        answer = {"status": os.waitstatus_to_exitcode(status), "cpu_s": cpu_s + usage.ru_utime + usage.ru_stime}
+        channel.send(json.dumps(answer).encode())
+        cpu_s = 0
+
+
+def _begin(
+    fake_ranks: FakeRanks, values: DeviceValues, *, card: Mapping[str, str], current: str, record: str,
+    settings: Mapping[str, Any], command: Sequence[str],
+) -> NoReturn:  # fmt: skip
+    """Prepare a forked process, and run the command in it."""
+    os.setpgid(0, 0)
+    end_with_parent()
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    os.environ.update(card)
+    os.chdir(current)
     # Python frees tensors in cycles when it collects all garbage, whose time would depend on the compiler's cache
     gc.set_threshold(*gc.get_threshold()[:2], 10_000)
-    settings = RankSettings(**json.loads(settings_json))
+    gc.collect()  # then count new objects from 0
+    main(fake_ranks, values, Path(record), RankSettings(**settings), command)
+
+
+def main(
+    fake_ranks: FakeRanks, values: DeviceValues, folder: Path, settings: RankSettings, command: Sequence[str]
+) -> NoReturn:
+    """Run the command, write its record into the folder, and end this process with the exit status."""
     if program_of(command).startswith(("accelerate", "trl")):
         replace_simple_launcher(run)
-    recorder = StepRecorder(Path(folder, str(settings.rank)), settings)
+    recorder = StepRecorder(folder / str(settings.rank), settings)
     if settings.without_data:
-        HOOKS.folder_without_data = Path(folder, "output")
+        HOOKS.folder_without_data = folder / "output"
         HOOKS.folder_without_data.mkdir()
 
     def start_ranks(ranks: int) -> tuple[int, Sequence[int]]:
@@ -64,15 +122,14 @@ def main(folder: str, settings_json: str, *command: str) -> NoReturn:
         set_card(memory=memory["usable_bytes"], devices=settings.devices_of(ranks))
         running = settings.running(ranks)
         if len(running) > 1:
-            rank, after_last_step = fork_ranks(running, Path(folder))
-            recorder.move_to(Path(folder, str(rank)), after_last_step)
+            rank, after_last_step = fork_ranks(running, folder)
+            recorder.move_to(folder / str(rank), after_last_step)
         recorder.write("process", memory)
         return rank, running
 
-    fake_ranks, values = replace_functions()
     values.guesses.on_guess, values.skew = recorder.guessed, settings.skew
     values.alone = settings.together is None
-    fake_ranks.begin(settings.rank, settings.ranks, start_ranks, Path(folder, "store"))
+    fake_ranks.begin(settings.rank, settings.ranks, start_ranks, folder / "store")
     _run_recorded(recorder, command)
 
 
@@ -172,9 +229,7 @@ def _skip_writes_on_host() -> None:
 
 
 def _skip_autotuning() -> None:
-    """Let autotuners use one candidate, ATen's kernel or else the first, and let Inductor pad matrices untried."""
-    os.environ["TORCHINDUCTOR_MAX_AUTOTUNE_GEMM_BACKENDS"] = "ATEN"
-    os.environ["TORCHINDUCTOR_MAX_AUTOTUNE_CONV_BACKENDS"] = "ATEN"
+    """Let autotuners use the first candidate, and let Inductor pad matrices untried."""
 
     def take_first(owner: str, method: str, position: int, module: Any) -> None:
         choose = getattr(getattr(module, owner), method)
@@ -194,6 +249,10 @@ def _skip_autotuning() -> None:
     )
 
 
+_ENDED: list[dict[str, Any]] = []
+"""The globals of scripts that have ended, whose optimizers the record describes."""
+
+
 def run(command: Sequence[str]) -> None:
     """Run a script, `-m module` or a Python program in this process."""
     command = without_python(command)
@@ -203,12 +262,12 @@ def run(command: Sequence[str]) -> None:
             import_module(command[1]).main()
             return
         sys.path.insert(0, os.getcwd())
-        runpy.run_module(command[1], run_name="__main__", alter_sys=True)
+        _ENDED.append(runpy.run_module(command[1], run_name="__main__", alter_sys=True))
         return
     script = script_of(command[0]) or command[0]
     sys.argv = [script, *command[1:]]
     sys.path.insert(0, str(Path(script).resolve().parent))
-    runpy.run_path(script, run_name="__main__")
+    _ENDED.append(runpy.run_path(script, run_name="__main__"))
 
 
 MODEL_KEYS = ("dtype", "torch_dtype", "attn_implementation")
@@ -261,4 +320,4 @@ def _dispatch(model: Any, device_map: Any, max_memory: Any) -> Any:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    serve(*sys.argv[1:])

@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-import ctypes
-import json
 import os
 import re
 import shutil
-import signal
-import subprocess
 import sys
 import tempfile
-import threading
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.null_cuda import NullCudaError, environment
 from torchtune_adaptive.rehearse.gpus import Gpu
+from torchtune_adaptive.rehearse.processes import execute
 from torchtune_adaptive.rehearse.result import NEEDS_OTHERS, RehearsalResult
 
 
@@ -82,10 +78,8 @@ CONTEXT_BYTES, CONTEXT_AND_NCCL_BYTES = 13 * 2**30 // 10, 3 * 2**30
 """Memory of a GPU that tensors cannot use: of the CUDA context and libraries and, with several ranks, of NCCL."""
 DEFAULTS = {"TORCH_CPP_LOG_LEVEL": "ERROR", "TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1"}
 """Hide warnings of torch's execution trace. Compile in each run, because peaks depend on Inductor's cache."""
-INTERRUPT_S = 10
-"""A script that is interrupted but does not end is killed after this time."""
-_ERROR_LINE = re.compile("error|exception|fail|abort|cannot|invalid|refuse", re.IGNORECASE)
-_END_WITH_PARENT = 1  # PR_SET_PDEATHSIG
+_FIXED = {"TORCHINDUCTOR_MAX_AUTOTUNE_GEMM_BACKENDS": "ATEN", "TORCHINDUCTOR_MAX_AUTOTUNE_CONV_BACKENDS": "ATEN"}
+"""Use ATen's kernels instead of comparing the time of several."""
 _OF_OTHER_LAUNCH = re.compile(
     r"((LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|MASTER_(ADDR|PORT)|TORCHELASTIC_.*|CUDA_VISIBLE_DEVICES)"
     r"|TORCH_DISTRIBUTED_DEBUG"  # wraps process groups, which does not work with fake ones
@@ -120,6 +114,8 @@ class RankSettings(NamedTuple):
     """Integers that are read at `file:line` instead of 0."""
     inverted: str = ""
     """The place (`file:line`) of a guessed condition that gets the other result."""
+    timeout: float | None = None
+    """The seconds after which the process is killed."""
     without_data: bool = False
     """True: a recipe gets stand-ins for its weights, tokenizer and data."""
 
@@ -148,11 +144,6 @@ class RankSettings(NamedTuple):
         return {"usable_bytes": self.memory - overhead, "overhead_bytes": overhead, "ranks": ranks}
 
 
-def end_with_parent() -> None:
-    """Let the operating system kill this process when its parent ends."""
-    ctypes.CDLL(None).prctl(_END_WITH_PARENT, signal.SIGKILL)
-
-
 def rehearse_once(
     command: Sequence[str], gpu: Gpu, settings: RankSettings, output: IO[Any] | None = None
 ) -> RehearsalResult:
@@ -166,64 +157,18 @@ def rehearse_once(
     likely = settings.ranks or likely_ranks(command, settings.rank)
     memory = settings.memory_of_rank(likely)
     device = environment(memory=memory["usable_bytes"], devices=settings.devices_of(likely), capability=gpu.capability)
-    environ = script_environment({**DEFAULTS, **os.environ, **device})
+    environ = script_environment({**DEFAULTS, **os.environ, **_FIXED, **device})
     with tempfile.TemporaryDirectory() as folder:
-        ending = execute(folder, settings, command, environ, output)
+        request = {"record": folder, "settings": settings._asdict(), "command": command}
+        ending = execute(request, environ, settings.timeout, output)
         found = RehearsalResult.read_ranks(Path(folder), **memory, gpu=gpu, **ending)
     if settings.together is None and NEEDS_OTHERS in str(found.end.get("error")):
         needed = list(found.end["needs_ranks"]) if found.ranks > MOST_RANKS else []
         which = f"ranks {', '.join(map(str, needed))}" if needed else "all ranks"
         print(f"rehearse: ranks send messages to each other, so {which} are rehearsed", file=sys.stderr)
-        return rehearse_once(command, gpu, settings._replace(together=needed), output)
+        together = rehearse_once(command, gpu, settings._replace(together=needed), output)
+        return replace(together, cpu_s=together.cpu_s + found.cpu_s)
     return found
-
-
-def execute(
-    folder: str, settings: RankSettings, command: Sequence[str], environ: Mapping[str, str],
-    output: IO[Any] | None = None,
-) -> dict[str, Any]:  # fmt: skip
-    """Run the command until it ends; return its exit status, its last error, and True if Ctrl-C ended it."""
-    printed, shown = bytearray(), output.fileno() if output else 2
-    # -P: do not put the current folder on the path; `run` adds the script's folder
-    runner = [sys.executable, "-P", "-m", "torchtune_adaptive.rehearse.run_script"]
-    with interrupted_by_signals():
-        script = subprocess.Popen(
-            [*runner, folder, json.dumps(settings._asdict()), *command],
-            env=environ,
-            stdin=subprocess.DEVNULL,
-            stdout=shown,
-            stderr=subprocess.PIPE,
-            preexec_fn=end_with_parent,
-            process_group=0,
-        )
-        copying = threading.Thread(target=_copy, args=(script.stderr, shown, printed), daemon=True)
-        copying.start()
-        try:
-            status, interrupted = _wait(script)
-        finally:
-            _signal(script, signal.SIGKILL)
-            script.wait()
-            copying.join(1)
-    return {
-        "status": status, "interrupted": interrupted, "last_error": _last_error(printed.decode(errors="replace")),
-    }  # fmt: skip
-
-
-def _copy(source: IO[bytes], to: int, last: bytearray) -> None:
-    """Copy the output of a script, and keep the last 8 KiB in `last`."""
-    while part := os.read(source.fileno(), 2**16):
-        last += part
-        del last[: -(2**13)]
-        with suppress(OSError):
-            os.write(to, part)
-
-
-def _last_error(printed: str) -> str:
-    """Return the text of a box at the end, or else the last line that looks like an error, or else the last line."""
-    lines = [line.strip() for line in printed.splitlines() if line.strip()]
-    if (box := re.search(r"╭[^\n]*\n([^╭]*)╰[^\n]*\s*$", printed)) is not None:
-        return " ".join(box[1].replace("│", " ").split())
-    return next((line for line in reversed(lines) if _ERROR_LINE.search(line)), "".join(lines[-1:]))
 
 
 def script_environment(variables: Mapping[str, str]) -> dict[str, str]:
@@ -235,36 +180,3 @@ def script_environment(variables: Mapping[str, str]) -> dict[str, str]:
             "backend:cudaMallocAsync from PYTORCH_ALLOC_CONF"
         )
     return {name: value for name, value in variables.items() if not _OF_OTHER_LAUNCH.fullmatch(name)}
-
-
-def _wait(script: subprocess.Popen[bytes]) -> tuple[int, bool]:
-    """Return the exit status, and True if Ctrl-C interrupted the script. A second Ctrl-C or a timeout kills it."""
-    try:
-        return script.wait(), False
-    except KeyboardInterrupt:
-        _signal(script, signal.SIGINT)
-    with suppress(KeyboardInterrupt, subprocess.TimeoutExpired):
-        return script.wait(INTERRUPT_S), True
-    _signal(script, signal.SIGKILL)
-    return script.wait(), True
-
-
-def _signal(script: subprocess.Popen[bytes], number: int) -> None:
-    """Send a signal to the script and the processes that it started."""
-    with suppress(ProcessLookupError):
-        os.killpg(script.pid, number)
-
-
-@contextmanager
-def interrupted_by_signals() -> Iterator[None]:
-    """Within the context, treat signals that would end this process as Ctrl-C."""
-
-    def end(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    before = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

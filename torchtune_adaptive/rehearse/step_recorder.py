@@ -172,10 +172,13 @@ class StepRecorder:
         self._allocated = _allocated()
 
     def _after_optimizer_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        if self._searching or optimizer is not self._stepping:
+        if self._searching:
             return
-        self._stepping = None
-        usage, parameter = self._peaks.read(), _parameter_of(optimizer)
+        parameter = _parameter_of(optimizer)
+        if optimizer is not self._stepping:  # another consists of this one
+            self._have_stepped.add(parameter)
+            return
+        self._stepping, usage = None, self._peaks.read()
         if parameter not in self._have_stepped:
             self._state_bytes += max(_allocated() - self._allocated, 0)
         self._have_stepped.add(parameter)

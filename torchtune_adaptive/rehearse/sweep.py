@@ -16,8 +16,8 @@ from typing import Any, NamedTuple, TypeVar
 from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.formatting import count_of
 from torchtune_adaptive.rehearse.gpus import Gpu
+from torchtune_adaptive.rehearse.processes import end_with_parent, interrupted_by_signals, share_imports
 from torchtune_adaptive.rehearse.result import GIB, RehearsalResult
-from torchtune_adaptive.rehearse.start import end_with_parent, interrupted_by_signals
 from torchtune_adaptive.rehearse.step_time import UNCERTAINTY, StepTime, seconds_text
 
 _RANGE = re.compile(r"\{(\d+):(\d+)\}")
@@ -39,7 +39,6 @@ class SweepRow(NamedTuple):
     """The report of a case that is not as expected."""
     grown_bytes: int | None = None
     """The allocated memory above the recorded peak of the case."""
-    cpu_s: float = 0
 
     @property
     def ranks(self) -> int:
@@ -83,7 +82,7 @@ class SweepRow(NamedTuple):
             "usable_bytes": self.found.usable_bytes,
             "seconds": time.seconds if time else None, "range": time.range if time else None,
             "tokens_per_second": self.tokens_per_second, "searches": self.found.searches,
-            **({"case": self.name, "failures": self.failures, "cpu_s": self.cpu_s} if self.name else {}),
+            **({"case": self.name, "failures": self.failures, "cpu_s": self.found.cpu_s} if self.name else {}),
         }  # fmt: skip
 
 
@@ -159,10 +158,11 @@ def largest(
             found[value] = result
             report(f"{value}: {result.verdict()}")
             if not result.fits and result.out_of_memory is None:
-                return replace(result, largest=0)
+                return replace(result, largest=0, cpu_s=sum(each.cpu_s for each in found.values()))
             low, high = (max(low, value), high) if result.fits else (low, min(high, value))
         tried = {(2 * low + high) // 3, (low + 2 * high) // 3} - {low} if high - low > 1 else set()
-    return replace(found[low], largest=low) if low in found else replace(found[min(found)], largest=0)
+    best, most = (found[low], low) if low in found else (found[min(found)], 0)
+    return replace(best, largest=most, cpu_s=sum(each.cpu_s for each in found.values()))
 
 
 def in_parallel(
@@ -185,6 +185,7 @@ def in_parallel(
 def _start_worker() -> None:
     """Ignore Ctrl-C in a worker, because the parent handles it and terminates its workers."""
     end_with_parent()
+    share_imports()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
 

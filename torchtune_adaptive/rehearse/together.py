@@ -16,9 +16,10 @@ import torch
 
 from torchtune_adaptive.null_cuda.check import Replay
 from torchtune_adaptive.rehearse.hangs import Ended, explain
+from torchtune_adaptive.rehearse.processes import end_with_parent
 from torchtune_adaptive.rehearse.recording import start_recording
 from torchtune_adaptive.rehearse.result import COMPARED
-from torchtune_adaptive.rehearse.start import CannotRehearse, end_with_parent
+from torchtune_adaptive.rehearse.start import CannotRehearse
 
 GRACE_S = 10
 """After a rank has failed, the others are killed if they have not ended within these seconds."""
