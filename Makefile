@@ -148,13 +148,13 @@ lint: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# injects out-of-memory errors into 12 operations of a step in each of 250 cases, and into every operation of a step of
+# injects out-of-memory errors into 12 operations of a step in each of 189 cases, and into every operation of a step of
 # Trainer; about 50 minutes on two idle cores
 faults: $(READY)
 	$(BIN)/python -m tests.distributed.faults
 	$(BIN)/python -m tests.distributed.faults --case "Trainer, FSDP2" --all
 
-# engine tests, distributed tests and smoke tests of the recipes with every supported torch; writes the table of docs/versions.md
+# engine tests, distributed tests and smoke tests of the recipes with every supported torch; writes the table of CONTRIBUTING.md
 versions: $(READY) $(VERSIONS:%=$(VENV)/torch-%/ready)
 	$(BIN)/python -W ignore -m tools.versions $(VERSIONS)
 

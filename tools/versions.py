@@ -1,4 +1,4 @@
-"""Run tests with every supported version of torch and write the table of docs/versions.md.
+"""Run tests with every supported version of torch and write the table of CONTRIBUTING.md.
 
 make versions                            # makes the environments, then
 python -m tools.versions 2.13.0 2.14.1   # these, each in .venv/torch-VERSION, and the torch of this environment
@@ -17,7 +17,7 @@ from xml.etree import ElementTree
 import torch
 
 ROOT = Path(__file__).parent.parent
-PAGE = ROOT / "docs" / "versions.md"
+PAGE = ROOT / "CONTRIBUTING.md"
 BEGIN, END = "<!-- versions: made by tools/versions.py -->\n", "<!-- end of versions -->"
 GROUPS = {
     "attention without padding": "tests.unit.tune.test_unpadded",
