@@ -183,7 +183,7 @@ def table(folder: Path = RESULTS) -> str:
 def glance(folder: Path = RESULTS) -> str:
     """Return the table of README: the results that a new reader asks about."""
     _, injected = faults(rows_of("faults", folder))
-    injected += f". Over torch's NCCL code, on simulated GPUs: {_matched(rows_of('nccl', folder))}"
+    matched = _matched(rows_of("nccl", folder))
     *recoveries, restart = rows_of("recovery", folder)
     lost, after = (span((row[key] for row in recoveries), 1) for key in ("lost steps", "step after"))
     again = restart["lost steps"]
@@ -197,6 +197,7 @@ def glance(folder: Path = RESULTS) -> str:
     )
     lines = (
         ("faults", "out-of-memory errors injected before single operations of a step", injected),
+        ("nccl", "the same over torch's NCCL code, on simulated GPUs", matched),
         ("recovery", "time of a recovery", recovered),
         ("overhead", "CPU time of a step without errors, relative to torchtune's", f"{span(alike, 2)} ×"),
         (
