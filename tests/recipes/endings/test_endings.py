@@ -1,8 +1,9 @@
-"""Failed runs, and runs that trained nothing, end with one message and a status other than 0."""
+"""A run of several ranks ends with one message and a status other than 0 after an error on any rank or a signal."""
 
 import os
 import re
-from functools import partial
+import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -11,61 +12,127 @@ import torch
 from torchtune.modules.loss import CEWithChunkedOutputLoss
 
 from tests.captured_logs import captured_log
-from tests.forked_commands import tune_run_forked
 from tests.ranks import run_on_ranks
 from tests.recipes.recorders import read_log
-from tests.recipes.running import Finished, assert_only_torchruns_report_follows, demo_config, run_ours
-from torchtune_adaptive.demo.dataset import DemoDataset, demo_sample
-from torchtune_adaptive.demo.tokenizer import DemoTokenizer
-from torchtune_adaptive.errors import AdaptiveError
+from tests.recipes.running import demo_config, run_ours
+from tests.recipes.terminal import STARTS_S, Started, run_in_terminal
+from tests.scheduling_delays import SchedulingDelays
+from torchtune_adaptive.cli.status import Condition, condition_of
+from torchtune_adaptive.lifecycle.signals import ONE_SIGNAL_S
 
-HERE = "tests.recipes.endings.test_endings"
-BAD = 13
-"""A sample of rank 1 if two ranks share the samples in order."""
-UNREADABLE = rf"sample {BAD} of the dataset cannot be read on rank 1 \(KeyError: 'no such column'\)"
-SMALL = ("dataset.samples=32", "batch_size=2", "gradient_accumulation_steps=2", "shuffle=False")
-EVERY_STEP = "save_every_n_steps=1"
-CHEAP = (*SMALL, "use_maximum_batch_size=False", "adaptive=null", "epochs=1")
+LAUNCHED = ("adaptive_full_finetune_distributed", "--config", "adaptive/demo/full")
+PLAIN = ("use_maximum_batch_size=False", "adaptive=null", "output_dir=out", "shuffle=False")
+COMPONENTS = """
+import time
+from pathlib import Path
+import torch
+import torch.distributed as dist
+from torchtune_adaptive.demo.dataset import demo_dataset
+from torchtune_adaptive.demo.tokenizer import demo_tokenizer
+
+def tokenizer(max_seq_len, ranks):
+    dist.barrier()
+    if dist.get_rank() in ranks:
+        Path(f"raised_{dist.get_rank()}").write_text(str(time.time()))
+        raise FileNotFoundError("this machine has no such file")
+    return demo_tokenizer(max_seq_len)
+
+class Samples:
+    def __init__(self, tokenizer, bad=None, **options):
+        self.samples, self.bad = demo_dataset(tokenizer, **options), bad
+
+    def __len__(self):
+        return len(self.samples)
+
+    def __getitem__(self, index):
+        if Path("hold").exists():
+            Path("held").touch()
+            time.sleep(60)
+        return {}["no such column"] if index == self.bad else self.samples[index]
+
+class Greedy(torch.optim.AdamW):
+    def step(self, closure=None):
+        torch.empty(32 * 2**20, dtype=torch.uint8)
+        return super().step(closure)
+"""
+GREEDY = ("optimizer._component_=mine.Greedy", "adaptive.memory_limit=[256MiB,16MiB]", "adaptive.sequence_length=null")
+ERRORS = {
+    "slip": (2, ("batch_szie=8",), "batch_szie"),
+    "weights of another model": (2, ("model.embed_dim=64",), "checkpointer"),
+    "rank 0 only": (2, ("metric_logger=nowhere.log",), "metric_logger"),
+    "rank 1 only": (2, ("tokenizer=mine.tokenizer", "tokenizer.ranks=[1]"), "tokenizer"),
+    "two of three": (3, ("tokenizer=mine.tokenizer", "tokenizer.ranks=[1,2]"), "tokenizer"),
+    "sample of rank 1": (2, ("dataset._component_=mine.Samples", "dataset.bad=13"), r"sample 13 .* on rank 1 "),
+    "update of rank 1": (2, GREEDY, r"out of memory in the optimizer step on rank 1"),
+}
+"""Ranks, overrides, and what the message names."""
 
 
-class Flawed(DemoDataset):
-    """The demo's dataset with one sample that cannot be read."""
-
-    def __getitem__(self, index: int) -> dict[str, list[int]]:
-        if index == BAD:
-            raise KeyError("no such column")
-        return super().__getitem__(index)
+def tune_run(ranks: int, folder: Path, *overrides: str) -> Any:
+    (folder / "mine.py").write_text(COMPONENTS)
+    return run_in_terminal(folder, ["--nproc_per_node", str(ranks), *LAUNCHED, *PLAIN, *overrides])
 
 
-def flawed(tokenizer: DemoTokenizer, *, samples: int, packed: bool) -> Flawed:
-    """Component for the `dataset` section of a config."""
-    return Flawed(samples, partial(demo_sample, tokenizer, 0))
+def assert_printed_once_and_in_torchruns_report(message: str, output: str) -> None:
+    """Check that the message is printed before any traceback, and once more inside torchrun's report."""
+    ours, traceback, report = output.partition("Traceback (most recent call last)")
+    assert traceback, output
+    assert ours.count(message) == 1, output
+    assert re.search(r"ChildFailedError: *\n=+\n.* FAILED", report), output
+    assert message in report, output
 
 
-def how_it_ends(folder: Path, *overrides: str) -> tuple[str, str, list[str]]:
-    """Collective: run; return the error of this rank and its log lines about losses and updates."""
-    kind = message = ""
-    with captured_log("torchtune_adaptive") as captured:
-        try:
-            run_ours("full", demo_config("full", folder, *SMALL, *overrides))
-        except AdaptiveError as error:
-            kind, message = type(error).__name__, str(error)
-    return kind, message, [line for line in captured if "not finite" in line or " skipped)" in line]
+@pytest.mark.smoke("rank 1 only")
+@pytest.mark.parametrize("case", ERRORS)
+def test_first_error_ends_all_ranks_with_its_message_within_two_seconds(case: str, tmp_path: Path) -> None:
+    ranks, overrides, named = ERRORS[case]
+    with SchedulingDelays() as delays, tune_run(ranks, tmp_path, *overrides) as run:
+        assert run.process.wait(STARTS_S) == 1
+        run.when(lambda: "ChildFailedError" in run.output, 10)
+    [(moment, line)] = [(moment, line) for moment, line in run.lines if line.startswith("error")]
+    assert re.match(rf"error(?: \(rank [12]\))?: .*{named}", line)
+    assert_printed_once_and_in_torchruns_report(line, run.output)
+    assert (tmp_path / "out").exists() == (case != "slip"), "an error in the config changes no file"
+    for path in tmp_path.glob("raised_*"):
+        # the rank, the launcher and this process may all have been delayed
+        raised = float(path.read_text())
+        assert moment - raised < 2.0 + 3 * delays.between(raised, moment)
 
 
-def test_one_bad_step_is_skipped_by_default_and_weights_stay_finite(tmp_path: Path) -> None:
-    burst = ("use_maximum_batch_size=False", "adaptive=null", f"loss._component_={HERE}.Burst", "clip_grad_norm=null")
-    ends = run_on_ranks(2, how_it_ends, tmp_path / "run", *burst, EVERY_STEP, timeout_s=100, in_group=False)
-    assert [kind for kind, _, _ in ends] == ["", ""]
-    [[warned, ended], nothing] = [printed for _, _, printed in ends]
-    assert (warned, nothing) == ("step 2: the gradient norm is not finite; the weights are not updated", [])
-    assert re.match(r"trained: loss .* -> .* \(1 update skipped\), checkpoints in ", ended)
-    assert [step["skipped_updates"] for step in read_log(tmp_path / "run" / "log.jsonl")][:3] == [0, 1, 1]
-    files = (tmp_path / "run" / "out" / f"step_{step}" / "model-00001-of-00001.bin" for step in (1, 2, 3))
-    first, second, third = (torch.load(file, weights_only=True) for file in files)
-    assert all(torch.equal(first[name], second[name]) for name in first)
-    assert all(weight.isfinite().all() for weight in third.values())
-    assert any(not torch.equal(second[name], third[name]) for name in first)
+def test_ctrl_c_saves_and_prints_one_line(tmp_path: Path) -> None:
+    with tune_run(2, tmp_path, "dataset.samples=100000") as run:
+        run.when(lambda: re.search(r"loss \d", run.output), STARTS_S)
+        os.killpg(run.process.pid, signal.SIGINT)
+        assert run.process.wait(60) == 1
+    [step] = re.findall(r"^SIGINT: .* after step (\d+); .*\. To resume: ", run.output, re.MULTILINE)
+    assert (tmp_path / "out" / f"step_{step}" / "adaptive_checkpoint.json").is_file()
+    assert "KeyboardInterrupt" not in run.output, run.output
+    assert re.search(r"SignalException: Process \d+ got signal: 2$", run.output), run.output
+
+
+def hold_in_a_step(run: Started, folder: Path) -> None:
+    """Wait until a step is saved and a rank reads a sample that never arrives."""
+    run.when(lambda: "step_2 saved in" in run.output, STARTS_S)
+    (folder / "hold").touch()
+    run.when((folder / "held").exists, 60)
+
+
+def test_second_signal_through_the_launcher_ends_all_ranks_immediately(tmp_path: Path) -> None:
+    slow = ("dataset.samples=100000", "dataset._component_=mine.Samples", "save_every_n_steps=2")
+    with tune_run(2, tmp_path, *slow) as run:
+        hold_in_a_step(run, tmp_path)
+        os.kill(run.process.pid, signal.SIGTERM)
+        run.when(lambda: "SIGTERM: " in run.output, 20)
+        time.sleep(2 * ONE_SIGNAL_S)
+        os.kill(run.process.pid, signal.SIGTERM)
+        assert run.process.wait(20) == 1
+        run.when(lambda: "got signal" in run.output, 10)
+        assert run.ranks() == []
+    [end] = re.findall(r"SIGTERM, the second signal: .*", run.output)
+    assert re.findall(r"checkpoint (\S+) saved in", run.output)[-1] in end
+    condition, lines = condition_of(tmp_path / "out")
+    assert condition is Condition.CAN_CONTINUE
+    assert any(line.endswith(end) for line in lines)
 
 
 class Burst(CEWithChunkedOutputLoss):
@@ -79,40 +146,19 @@ class Burst(CEWithChunkedOutputLoss):
         return loss * torch.nan if self.calls == 4 else loss  # two microbatches per step
 
 
-class Greedy(torch.optim.AdamW):
-    """An optimizer that needs 32 MiB for each update."""
-
-    def step(self, closure: Any = None) -> Any:
-        torch.empty(32 * 2**20, dtype=torch.uint8)
-        return super().step(closure)
-
-
-def tune_on_two(tmp_path: Path, *overrides: str) -> Finished:
-    config = ("adaptive_full_finetune_distributed", "--config", "adaptive/demo/full")
-    os.symlink(Path(__file__).parents[2], tmp_path / "tests")
-    return tune_run_forked(*config, *CHEAP, *overrides, ranks=2, cwd=tmp_path, timeout_s=120)
+def train_with_a_burst(folder: Path) -> list[str]:
+    burst = ("loss._component_=tests.recipes.endings.test_endings.Burst", "clip_grad_norm=null")
+    with captured_log("torchtune_adaptive") as lines:
+        run_ours("full", demo_config("full", folder, *burst, "save_every_n_steps=1"))
+    return [line for line in lines if "not finite" in line]
 
 
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        pytest.param(
-            (f"dataset._component_={HERE}.flawed",),
-            rf"error \(rank 1\): {UNREADABLE}",
-            id="sample-that-raises",
-        ),
-        pytest.param(
-            ("adaptive.memory_limit=[256MiB,16MiB]", f"optimizer._component_={HERE}.Greedy"),
-            r"error \(rank 1\): out of memory in the optimizer step on rank 1: the weights may be partly updated",
-            id="oom-in-the-update",
-        ),
-    ],
-)
-def test_error_on_rank_1_ends_both_ranks_with_its_message(
-    tmp_path: Path, overrides: tuple[str, ...], message: str
-) -> None:
-    ended = tune_on_two(tmp_path, *overrides)
-    assert ended.status != 0
-    assert len(re.findall(f"^{message}", ended.output, re.MULTILINE)) == 1, ended.output
-    (line,) = (line for line in ended.output.splitlines() if line.startswith("error"))
-    assert_only_torchruns_report_follows(line, ended.output)
+def test_one_bad_step_is_skipped_by_default_and_weights_stay_finite(tmp_path: Path) -> None:
+    warnings = run_on_ranks(2, train_with_a_burst, tmp_path / "run", timeout_s=100, in_group=False)
+    assert [len(lines) for lines in warnings] == [1, 0]
+    assert [step["skipped_updates"] for step in read_log(tmp_path / "run" / "log.jsonl")][:3] == [0, 1, 1]
+    files = (tmp_path / "run" / "out" / f"step_{step}" / "model-00001-of-00001.bin" for step in (1, 2, 3))
+    first, second, third = (torch.load(file, weights_only=True) for file in files)
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    assert all(weight.isfinite().all() for weight in third.values())
+    assert any(not torch.equal(second[name], third[name]) for name in first)

@@ -6,8 +6,6 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,22 +17,16 @@ from tests.recipes.running import COMMAND_MARK, end_marked, environment
 from torchtune_adaptive.lifecycle import run_state
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
-SCRIPTS = str(Path(sys.executable).parent)
 FINISHED, BROKEN, CAN_CONTINUE = 0, 1, 75
 NOT_BEGUN = -BROKEN
 """`status` reports it as broken too, because the run left no files."""
 TRAINS = 'trap "echo asked >> {0}/log; exit 1" TERM; echo started >> {0}/log; for i in $(seq 200); do sleep 0.1; done'
-
-
 EARLY = "trap 'case $BASH_COMMAND in run=*!) until [ -s {0}/log ]; do sleep 0.1; done; kill -s {1} $$;; esac' DEBUG"
 """Read by bash at its start: sends the signal after training has started and before the script knows its process ID."""
-
-
-def write_commands(folder: Path, scripts: dict[str, str]) -> None:
-    folder.mkdir()
-    for name, script in scripts.items():
-        (folder / name).write_text(f"#!/bin/bash\n{script}\n")
-        (folder / name).chmod(0o755)
+SLURM, KUBERNETES = signal.SIGUSR1, signal.SIGTERM
+"""The signal of each scheduler."""
+AGAIN, NOT_AGAIN = True, False
+TIME_IS_OVER, EARLY_SIGNAL, FAILS = "time is over", "time is over during the start", "training fails"
 
 
 def kubernetes_script() -> str:
@@ -47,90 +39,58 @@ def kubernetes_script() -> str:
     return str(script)
 
 
-@contextmanager
-def started(command: list[str], commands: Path, **variables: str) -> Iterator[subprocess.Popen[bytes]]:
-    """Run a command with these commands first in PATH."""
-    mark, path = uuid.uuid4().hex, os.pathsep.join([str(commands), SCRIPTS, os.environ["PATH"]])
-    process = subprocess.Popen(command, env={**environment(), **variables, "PATH": path, COMMAND_MARK: mark})
-    try:
-        yield process
-    finally:
-        end_marked(COMMAND_MARK, mark)
-        process.wait(20 * PATIENCE)
-
-
-def wait_for(path: Path, lines: int, timeout_s: float) -> None:
-    deadline = time.monotonic() + timeout_s * PATIENCE
-    while not path.exists() or len(path.read_text().splitlines()) < lines:
-        assert time.monotonic() < deadline, f"{path} has not come to {lines} lines"
-        time.sleep(0.05)
-
-
-def begin(output_dir: Path, status: int) -> None:
-    """Write the files of a run that has just started."""
-    output_dir.mkdir()
-    if status != NOT_BEGUN:
-        run_state.record_start(output_dir, serial=0)
-
-
 @pytest.mark.parametrize(
-    ("status", "is_asked", "code", "requeued"),
+    ("scheduler", "event", "status", "code", "again"),
     [
-        (CAN_CONTINUE, True, 0, True),
-        (CAN_CONTINUE, False, 1, False),
-        (FINISHED, True, 0, False),
-        (BROKEN, True, 1, False),
-        (NOT_BEGUN, True, 0, True),
-        (NOT_BEGUN, False, 1, False),
+        (SLURM, TIME_IS_OVER, CAN_CONTINUE, 0, AGAIN),
+        (SLURM, FAILS, CAN_CONTINUE, 1, NOT_AGAIN),
+        (SLURM, TIME_IS_OVER, FINISHED, 0, NOT_AGAIN),
+        (SLURM, TIME_IS_OVER, BROKEN, 1, NOT_AGAIN),
+        (SLURM, TIME_IS_OVER, NOT_BEGUN, 0, AGAIN),
+        (SLURM, FAILS, NOT_BEGUN, 1, NOT_AGAIN),
+        (SLURM, EARLY_SIGNAL, CAN_CONTINUE, 0, AGAIN),
+        # Kubernetes starts a pod again after status 138
+        *((KUBERNETES, TIME_IS_OVER, status, 138, NOT_AGAIN) for status in (CAN_CONTINUE, NOT_BEGUN)),
+        *((KUBERNETES, TIME_IS_OVER, status, status, NOT_AGAIN) for status in (FINISHED, BROKEN)),
+        (KUBERNETES, EARLY_SIGNAL, CAN_CONTINUE, 138, NOT_AGAIN),
     ],
 )
-def test_slurm_requeues_only_runs_that_the_time_limit_ended(
-    status: int, is_asked: bool, code: int, requeued: bool, tmp_path: Path
+def test_only_runs_that_the_scheduler_ended_and_that_can_continue_start_again(
+    scheduler: signal.Signals, event: str, status: int, code: int, again: bool, tmp_path: Path
 ) -> None:
-    commands = tmp_path / "commands"
-    begin(tmp_path / "out", status)
+    commands, out, log = tmp_path / "commands", tmp_path / "out", tmp_path / "log"
+    out.mkdir()
+    if status != NOT_BEGUN:
+        run_state.record_start(out, serial=0)
     scripts = {
         "srun": 'exec "$@"',
-        "tune": TRAINS.format(tmp_path) if is_asked else "exit 1",
-        "tune-adaptive": f"exit {abs(status)}",
+        "tune": "exit 1" if event == FAILS else TRAINS.format(tmp_path),
+        "tune-adaptive": f'[ "$2" = {out} ] && exit {abs(status)}',
         "scontrol": f'echo "$@" >> {tmp_path}/scontrol',
     }
-    write_commands(commands, scripts)
-    script = ["bash", str(EXAMPLES / "slurm.sbatch"), str(tmp_path / "out"), "recipe"]
-    with started(script, commands, SLURM_JOB_ID="17") as job:
-        if is_asked:
-            wait_for(tmp_path / "log", 1, timeout_s=20)
-            job.send_signal(signal.SIGUSR1)
+    commands.mkdir()
+    for name, script in scripts.items():
+        (commands / name).write_text(f"#!/bin/bash\n{script}\n")
+        (commands / name).chmod(0o755)
+    variables = {"OUTPUT_DIR": str(out), "SLURM_JOB_ID": "17", COMMAND_MARK: (mark := uuid.uuid4().hex)}
+    variables["PATH"] = os.pathsep.join([str(commands), str(Path(sys.executable).parent), os.environ["PATH"]])
+    if event == EARLY_SIGNAL:
+        (tmp_path / "early").write_text(EARLY.format(tmp_path, scheduler.name.removeprefix("SIG")))
+        variables["BASH_ENV"] = str(tmp_path / "early")
+    of_slurm = ["bash", str(EXAMPLES / "slurm.sbatch"), str(out), "recipe"]
+    command = of_slurm if scheduler == SLURM else ["bash", "-c", kubernetes_script()]
+    job = subprocess.Popen(command, env={**environment(), **variables})
+    try:
+        if event == TIME_IS_OVER:
+            deadline = time.monotonic() + 20 * PATIENCE
+            while not log.exists() or not log.read_text():
+                assert time.monotonic() < deadline, "training has not started"
+                time.sleep(0.05)
+            job.send_signal(scheduler)
         assert job.wait(20 * PATIENCE) == code
-    if is_asked:
-        assert (tmp_path / "log").read_text().splitlines() == ["started", "asked"]
-    message = tmp_path / "scontrol"
-    assert (message.read_text() if message.exists() else "") == "requeue 17\n" * requeued
-
-
-@pytest.mark.parametrize(("status", "code"), [(CAN_CONTINUE, 138), (FINISHED, 0), (BROKEN, 1), (NOT_BEGUN, 138)])
-def test_kubernetes_restarts_only_runs_that_can_continue(status: int, code: int, tmp_path: Path) -> None:
-    commands = tmp_path / "commands"
-    begin(tmp_path / "out", status)
-    state = f'[ "$2" = {tmp_path}/out ] && exit {abs(status)}'
-    write_commands(commands, {"tune": TRAINS.format(tmp_path), "tune-adaptive": state})
-    with started(["sh", "-c", kubernetes_script()], commands, OUTPUT_DIR=str(tmp_path / "out")) as pod:
-        wait_for(tmp_path / "log", 1, timeout_s=20)
-        pod.send_signal(signal.SIGTERM)
-        assert pod.wait(20 * PATIENCE) == code
-    assert (tmp_path / "log").read_text().splitlines() == ["started", "asked"]
-
-
-@pytest.mark.parametrize("scheduler", ["slurm", "kubernetes"])
-def test_signal_during_start_up_is_forwarded_to_training(scheduler: str, tmp_path: Path) -> None:
-    commands, out = tmp_path / "commands", str(tmp_path / "out")
-    of_slurm = {"srun": 'exec "$@"', "scontrol": "true"}
-    of_ours = {"tune": TRAINS.format(tmp_path), "tune-adaptive": f"exit {CAN_CONTINUE}"}
-    write_commands(commands, of_slurm | of_ours)
-    slurm = ["bash", str(EXAMPLES / "slurm.sbatch"), out, "recipe"], "USR1", 0
-    command, number, code = slurm if scheduler == "slurm" else (["bash", "-c", kubernetes_script()], "TERM", 138)
-    (tmp_path / "early").write_text(EARLY.format(tmp_path, number))
-    given = {"BASH_ENV": str(tmp_path / "early"), "OUTPUT_DIR": out, "SLURM_JOB_ID": "17"}
-    with started(command, commands, **given) as script:
-        assert script.wait(20 * PATIENCE) == code
-    assert (tmp_path / "log").read_text().splitlines() == ["started", "asked"]
+    finally:
+        end_marked(COMMAND_MARK, mark)
+        job.wait(20 * PATIENCE)
+    assert event == FAILS or log.read_text().splitlines() == ["started", "asked"]
+    asked = tmp_path / "scontrol"
+    assert (asked.read_text() if asked.exists() else "") == "requeue 17\n" * again

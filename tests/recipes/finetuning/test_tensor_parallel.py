@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.forked_commands import tune_run_forked
 from tests.ranks import run_on_ranks
-from tests.recipes.endings.test_endings import tune_on_two
 from tests.recipes.recorders import assert_same_figures, read_log
 from tests.recipes.running import RELATIVE, SGD, demo_config, run_ours, run_stock
 from tests.timeline import read_timeline
@@ -29,6 +29,8 @@ LIMITS = "adaptive.memory_limit=[64MiB,64MiB,64MiB,16MiB]"
 CLIPPED = "clip_grad_norm=0.5"
 APART = (*SGD, "dataset.samples=24", "batch_size=1")
 """The same steps without tensor parallelism, on ranks with different samples."""
+
+ON_TWO = ("use_maximum_batch_size=False", "gradient_accumulation_steps=2", "shuffle=False", "epochs=1")
 
 
 def run_all(folder: Path) -> None:
@@ -76,8 +78,9 @@ def test_run_with_too_little_memory_on_one_rank_recovers_and_has_the_same_losses
     losses = []
     for name, limits in (("enough", "[256MiB,256MiB]"), ("scarce", "[256MiB,10MiB]")):
         (tmp_path / name).mkdir()
-        overrides = (*TENSOR, "use_maximum_batch_size=False", f"adaptive.memory_limit={limits}")
-        ended = tune_on_two(tmp_path / name, *overrides)
+        command = ("adaptive_full_finetune_distributed", "--config", "adaptive/demo/full", *TENSOR, *ON_TWO)
+        limit = f"adaptive.memory_limit={limits}"
+        ended = tune_run_forked(*command, limit, ranks=2, cwd=tmp_path / name, timeout_s=120)
         assert ended.status == 0, ended.output
         assert ("out of memory on rank 1" in ended.output) == (name == "scarce"), ended.output
         losses.append([step["loss"] for step in read_timeline(tmp_path / name / "runs/demo/full").steps])
