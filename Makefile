@@ -148,7 +148,7 @@ lint: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# injects out-of-memory errors into 12 operations of a step in each of 189 cases, and into every operation of a step of
+# injects out-of-memory errors into 12 operations of a step in each case, and into every operation of a step of
 # Trainer; about 50 minutes on two idle cores
 faults: $(READY)
 	$(BIN)/python -m tests.distributed.faults

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from benchmarks.results import Result, compared
-from tests.distributed.faults.meshes import MeshCase, parts_of, tensor_parallel
+from tests.distributed.faults.meshes import OnMesh, tensor_parallel
 from tests.distributed.models import VOCABULARY, runner_of
 from tests.ranks import run_on_ranks
 from torchtune_adaptive.engine.recovery import Recovery
@@ -24,30 +24,27 @@ NOTE = (
 )
 SHORT, LONG = 2, 14
 ROWS, SAMPLES, TOKENS = 8, 16, 64
-CASES = (
-    MeshCase("tensor parallel 2", tensor_parallel),
-    MeshCase("FSDP2 2, tensor parallel 2", tensor_parallel, world_size=4),
-)
+RANKS = {"tensor parallel 2": 2, "FSDP2 2, tensor parallel 2": 4}
 
 
 def run(pairs: int) -> Result:
-    return Result([measure(case, pairs) for case in CASES], NOTE)
+    return Result([measure(mesh, ranks, pairs) for mesh, ranks in RANKS.items()], NOTE)
 
 
-def measure(case: MeshCase, pairs: int) -> dict[str, Any]:
-    times = run_on_ranks(case.world_size, time_pairs, case, pairs, timeout_s=900)[0]
+def measure(mesh: str, ranks: int, pairs: int) -> dict[str, Any]:
+    times = run_on_ranks(ranks, time_pairs, pairs, timeout_s=900)[0]
     without, armed = zip(*times, strict=True)
     return {
-        "mesh": case.name,
+        "mesh": mesh,
         "without CPU ms": 1e3 * statistics.median(without),
         "with CPU ms": 1e3 * statistics.median(armed),
         **compared(times),
     }
 
 
-def time_pairs(case: MeshCase, pairs: int) -> list[tuple[float, float]]:
+def time_pairs(pairs: int) -> list[tuple[float, float]]:
     """Collective: return the CPU seconds of a step without recovery and with it, for each pair."""
-    (model,), forward_backward = parts_of(case)
+    (model,), forward_backward = OnMesh(tensor_parallel).parts()
     samples = [torch.arange(TOKENS) % VOCABULARY] * SAMPLES
 
     def seconds_of(steps: int, *, enabled: bool) -> float:

@@ -288,7 +288,7 @@ def gpu_fragmentation(rows: list[Row]) -> str:
 GPU_PARTS = {
     gpu_nccl: "recovery over NCCL on 2 and 4 ranks, with real values; ranks share the GPU if there is only one",
     gpu_recovery: "recovery on 1, 2 and 3 ranks that share the GPU, and memory limits that the allocator enforces",
-    gpu_meshes: "recovery under tensor parallelism and FSDP2 (NCCL if there are several GPUs)",
+    gpu_meshes: "recovery under tensor parallelism and FSDP2, over gloo",
     gpu_rehearsals: "steps whose allocated and reserved peaks equal the rehearsed ones, to the byte",
     gpu_overhead: "step time without errors, relative to torchtune's or Trainer's, same batch (median, range of pairs)",
     gpu_token_budgets: "target tokens per second of `token_budget: auto`, relative to fixed rows and torchtune's packs",

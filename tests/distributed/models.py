@@ -1,14 +1,15 @@
 """A tiny Llama, sharded the way torchtune's recipes shard it, and batches for it."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
@@ -17,6 +18,7 @@ from torchtune.models.llama3 import llama3, lora_llama3
 from torchtune.modules.peft import get_adapter_params, set_trainable_params
 from torchtune.training.activations import apply_selective_activation_checkpointing
 
+from torchtune_adaptive.engine import buckets
 from torchtune_adaptive.engine.limits import Limit, RowLimit
 from torchtune_adaptive.engine.plans import SampleKind
 from torchtune_adaptive.engine.recovery import Recovery
@@ -29,6 +31,9 @@ from torchtune_adaptive.tune.unpadded import concatenated as join
 VOCABULARY = 64
 
 Gradients = dict[str, Tensor | None]
+ForwardBackward: TypeAlias = Callable[[Sequence[Tensor]], Totals]
+Parts: TypeAlias = tuple[list[nn.Module], ForwardBackward]
+"""The trained model, other models whose collectives count, and the pass over a microbatch."""
 
 _device = torch.device("cpu")
 
@@ -73,6 +78,42 @@ class ModelConfig:
     """Keep shards and gradients on the host and copy them to the device and back (here from memory to memory)."""
     head_chunks: int = 0
     """Number of chunks for which the head, in its own FSDP group, is gathered in turn; 0 for all at once."""
+    replicated: bool = False
+    """Replicas of the whole model, by torch's `replicate`."""
+    grouped: bool = False
+    """Shard the last layer, norm and head as one group, as torchtitan does with norm and output."""
+    bucket_bytes: int | None = None
+    """The size of the buckets of a whole model."""
+    with_frozen_model: bool = False
+    """Call a frozen model in each microbatch too, so that collectives of two models interleave."""
+
+    clips = True
+    """Norms are compared, too."""
+    exchanges_activations = False
+    """True if parameters do not show that ranks exchange activations."""
+
+    def samples(self, count: int) -> list[Tensor]:
+        """Return samples of this rank."""
+        return samples_of(dist.get_rank(), count)
+
+    def parts(self) -> Parts:
+        """Collective: build the models."""
+        if self.bucket_bytes is not None:
+            buckets.FIRST_BYTES = buckets.MOST_BYTES = self.bucket_bytes
+        models = [build(self)]
+        train = forward_backward_of(models[0], joined=self.joined)
+        if not self.with_frozen_model:
+            return models, train
+        models.append(frozen(build(replace(self, layers=1))))
+
+        def both(samples: Sequence[Tensor]) -> Totals:
+            """Add the output of the frozen model to the loss, as a constant."""
+            with torch.no_grad():
+                asked = models[1](nn.utils.rnn.pad_sequence(list(samples), batch_first=True).to(device())).mean()
+            totals = train(samples)
+            return totals._replace(loss_sum=totals.loss_sum + asked)
+
+        return models, both
 
 
 def build(config: ModelConfig) -> nn.Module:
@@ -119,10 +160,20 @@ def shard(model: nn.Module, config: ModelConfig) -> nn.Module:
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=False)
         if device().type == "cpu":
             copy_offloaded_tensors()
+    if config.replicated:
+        mesh = init_device_mesh(device().type, (dist.get_world_size(),), mesh_dim_names=("replicate",))
+        for module in (*model.layers, model):
+            replicate(module, mesh=mesh)
+        return model
     mesh = mesh_of(config.replicas)
+    last = model.layers[-1]
+    if config.grouped:
+        fully_shard([last, model.norm, model.output], mesh=mesh, **options)
     alone = ["output"] if config.head_chunks else []
     for name, module in reversed(list(model.named_modules())):
-        if name == "" or training.get_shard_conditions(name, module, alone):
+        if name == "" or (
+            training.get_shard_conditions(name, module, alone) and not (config.grouped and module is last)
+        ):
             fully_shard(module, mesh=mesh, **options)
     return model
 

@@ -25,8 +25,7 @@ STEPS = 6
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a tiny Llama and a tokenizer of words, as downloaded from a hub."""
-    from tests.hf.test_trainers import tokenizer
-    from tests.hf.trainers import tiny_llama
+    from tests.hf.trainers import tiny_llama, tokenizer
 
     folder = tmp_path_factory.mktemp("model")
     tiny_llama().save_pretrained(folder)

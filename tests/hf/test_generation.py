@@ -10,8 +10,7 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, redirect_stdout
+from contextlib import redirect_stdout
 from functools import partial
 from itertools import chain, repeat
 from pathlib import Path
@@ -27,11 +26,25 @@ from transformers import AutoModelForCausalLM, TrainerCallback
 from transformers.distributed import DistributedConfig
 
 from tests.captured_logs import captured_log
-from tests.fault_injection import FaultInjector
-from tests.hf.test_trainers import RANKS, even_words, of_metrics, texts, tiny_reward_model, tokenizer
+from tests.hf.test_trainers import RANKS
+from tests.hf.trainers import (
+    FailingInTurn,
+    difference,
+    even_words,
+    failing_in_forward,
+    of_metrics,
+    texts,
+    tiny_llama,
+    tiny_reward_model,
+    tokenizer,
+    train,
+    trl_options,
+    use_fsdp2,
+)
 from tests.ranks import run_on_ranks
 from torchtune_adaptive.engine.memory import MemoryMeter
-from torchtune_adaptive.hf import AdaptiveArguments, AdaptiveMixin, passes
+from torchtune_adaptive.errors import ConfigError
+from torchtune_adaptive.hf import AdaptiveArguments, passes
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/huggingface.md").read_text().partition("\n## GRPO and RLOO\n")[2].partition("\n## ")[0]
@@ -48,9 +61,6 @@ ERRORS = int(os.environ.get("TORCHTUNE_ADAPTIVE_ERRORS", "8"))
 """Errors in each pass of each case. If this is set, all cases run; docs/measured.md has the results."""
 pytestmark = pytest.mark.timeout(900 + 100 * ERRORS)
 TRAINING = "training"
-COUNTED = 2
-"""The generation whose operations are counted; in each later one, one operation of each pass fails. So do operations of
-training steps."""
 
 
 class Outcome(NamedTuple):
@@ -85,73 +95,25 @@ def with_different_prompts(trainer: type) -> Any:
     return Different
 
 
-class FailingPasses(AdaptiveMixin):
-    """In each generation and training step, one operation of each pass runs out of memory, on the ranks in turn."""
+class FailingPasses(FailingInTurn):
+    """In each generation too, one operation of each pass runs out of memory."""
 
-    generations = trained = 0
-    kept: list[Any] = []  # noqa: RUF012
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.operations: dict[str, int] = {}
-        self.injected: Counter[str] = Counter()
-        self.limits: dict[str, Any] = {}
-        self.kept.append(self)
+    counted, errors, generations = 2, ERRORS, 0
 
     def _generate_and_score_completions(self, inputs: Any) -> Any:
         self.generations += 1
-        with self._failing(self._passes._runners, self.generations - COUNTED):
+        with self.failing(self._passes._runners, self.generations - self.counted):
             return super()._generate_and_score_completions(inputs)
-
-    def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        self.trained += self.accelerator.sync_gradients
-        runs = self.accelerator.sync_gradients and self._steps is not None
-        with self._failing({TRAINING: self._steps.runner} if runs else {}, self.trained - COUNTED):
-            return super().training_step(*args, **kwargs)
-
-    @contextmanager
-    def _failing(self, runners: dict[str, Any], number: int) -> Iterator[None]:
-        """Within the context, fail an operation of each runner. With number 0, count the operations instead."""
-        step, ranks = self.state.global_step + 1, self.args.world_size
-        with ExitStack() as stack:
-            faults = {
-                name: stack.enter_context(FaultInjector(runner)) for name, runner in runners.items() if number >= 0
-            }
-            for name, injector in faults.items():
-                runner = runners[name]
-                if number == 0:
-                    self.limits[name] = runner.state_dict()
-                    injector.count(rank=self.args.process_index, step=step)
-                elif number <= ERRORS:
-                    runner.load_state_dict({**runner.state_dict(), "size": self.limits[name]["size"]})
-                    operation = 1 + (number - 1) * (self.operations[name] - 1) // max(1, ERRORS - 1)
-                    injector.fail_at(rank=number % ranks, step=step, operation=operation)
-            yield
-        for name, injector in faults.items():
-            if number == 0:
-                self.operations[name] = len(injector.operations)
-            self.injected[name] += injector.fired
 
 
 def options(folder: Path, trainer: str, steps: int, **config_options: Any) -> dict[str, Any]:
     """Collective: options of a run with a reference model, a reward model and a reward function; made for each run."""
-    import trl
-
-    from tests.hf.trainers import arguments, tiny_llama
-
-    words, config = tokenizer(), getattr(trl, trainer.replace("Trainer", "Config"))
-    model = folder / f"model of rank {os.environ['RANK']}"  # ranks may share the folder
-    tiny_llama().save_pretrained(model)  # from which TRL makes the reference model
-    settings = {"gradient_accumulation_steps": 2, "gradient_checkpointing": False, "bf16": False}
+    settings = {"max_steps": steps, "gradient_accumulation_steps": 2, **GENERATING, **config_options}
     return {
-        "model": str(model),
-        "arguments": arguments(folder, config, max_steps=steps, **settings, **{**GENERATING, **config_options}),
-        "data_collator": None,
-        "processing_class": words,
-        "train_dataset": texts(["prompt"]),
+        **trl_options(trainer, folder, **settings),
         "eval_dataset": texts(["prompt"]).select(range(12)),
         "reward_funcs": [tiny_reward_model(), even_words],
-        "reward_processing_classes": [words, None],
+        "reward_processing_classes": [tokenizer(), None],
     }
 
 
@@ -159,8 +121,6 @@ def base_of(trainer: str, placement: str) -> Any:
     """Return TRL's trainer with different prompts, after setting up the process."""
     os.environ |= {"HF_HUB_OFFLINE": "1", "TRL_EXPERIMENTAL_SILENCE": "1"}
     import trl
-
-    from tests.hf.trainers import use_fsdp2
 
     if placement == "FSDP2":
         use_fsdp2()
@@ -178,27 +138,24 @@ class StopAt(TrainerCallback):
 def outcome(trainer: str, placement: str, extra: str, folder: Path, **config_options: Any) -> Outcome:
     """Collective: train with stock, then while each pass runs out of memory in each generation. With `extra`, train
     LoRA, or stop in the middle and resume. All ranks get the same folder."""
-    from peft import LoraConfig
-
-    from tests.hf.trainers import difference, train
-
-    base, steps = base_of(trainer, placement), (ERRORS + COUNTED) * config_options.get("num_iterations", 1)
+    base, steps = (
+        base_of(trainer, placement),
+        (ERRORS + FailingPasses.counted) * config_options.get("num_iterations", 1),
+    )
     failing, resumes = type("Failing", (FailingPasses, base), {}), extra == "resumed"
     if resumes:
         steps *= 2
         config_options |= {"save_strategy": "steps", "save_steps": steps // 2}
 
     def run(name: str, *args: Any, **kwargs: Any) -> Any:
-        given = options(folder, trainer, steps, **config_options)
+        given = {**options(folder, trainer, steps, lora=extra == "LoRA", **config_options), "base": base}
         given["arguments"].output_dir = str(folder / name)
         if placement == "DistributedConfig":
             sharded = DistributedConfig(fsdp_size=int(os.environ["WORLD_SIZE"]))
             given["model"] = AutoModelForCausalLM.from_pretrained(given["model"], distributed_config=sharded)
-        if extra == "LoRA":
-            given["peft_config"] = LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"])
-        return train(folder, *args, **given, **kwargs)
+        return train(folder, *args, **{**given, **kwargs})
 
-    stock, adaptive = run("stock", base=base), AdaptiveArguments(regrow_after=0)
+    stock, adaptive = run("stock"), AdaptiveArguments(regrow_after=0)
     gc.freeze()  # each recovery collects garbage, which would look at all imported modules
     if resumes:
         run("adaptive", adaptive, base=failing, callbacks=[StopAt(steps // 2)])
@@ -251,8 +208,6 @@ def changed(
 ) -> tuple[float, float, dict[str, float], str]:
     """Collective: compare three steps with stock; return the differences of losses and weights, and of metrics and
     advantages, the last log entry, and what rank 0 printed."""
-    from tests.hf.trainers import difference, failing_in_forward, train
-
     base = base_of(trainer, placement)
     adaptive, kind = {
         "healthy": (AdaptiveArguments(), base),
@@ -264,9 +219,9 @@ def changed(
     }[way]
     with tempfile.TemporaryDirectory() as name:
         folder, printed = Path(name), io.StringIO()
-        stock = train(folder, base=base, **options(folder, trainer, 3, **config_options))
+        stock = train(folder, **{**options(folder, trainer, 3, **config_options), "base": base})
         with redirect_stdout(printed):
-            ours = train(folder, adaptive, base=kind, **options(folder, trainer, 3, **config_options))
+            ours = train(folder, adaptive, **{**options(folder, trainer, 3, **config_options), "base": kind})
     metrics = of_metrics(ours.log[:1], stock.log[:1])
     half = len(base.advantages) // 2
     for expected, found in zip(base.advantages[:half], base.advantages[half:], strict=True):
@@ -280,7 +235,7 @@ def changed(
 @pytest.mark.parametrize(("trainer", "placement"), [("GRPOTrainer", "DDP"), ("RLOOTrainer", "FSDP2")])
 def test_search_measures_each_pass_at_the_longest_prompt_and_answer(trainer: str, placement: str) -> None:
     function = partial(changed, num_iterations=2)  # with one iteration, GRPO needs no earlier log-probabilities
-    (difference, metrics, log, printed), *_ = run_on_ranks(
+    (differs, metrics, log, printed), *_ = run_on_ranks(
         RANKS[placement], function, "searched", trainer, placement, in_group=False, timeout_s=150
     )
     longest = max(len(each["prompt"].split()) + 1 for each in texts(["prompt"]))  # `with_different_prompts` adds a word
@@ -292,29 +247,27 @@ def test_search_measures_each_pass_at_the_longest_prompt_and_answer(trainer: str
     [policy], [reference] = peaks[3:5]
     assert float(policy) <= float(reference), "the policy runs without gradients, as the reference model does"
     assert log["microbatch_rows"] in (4, 8)
-    assert max(difference, metrics) < 1e-5
+    assert max(differs, metrics) < 1e-5
 
 
 def without_room_for_all_parameters() -> tuple[float, dict[str, float], list[str]]:
     """Collective: train while rank 1 has no room to gather all parameters at once, and the budget of all ranks falls
     after its first reading."""
-    from tests.hf.trainers import difference, train
-
     base, budgets = base_of("RLOOTrainer", "FSDP2"), chain([2**26], repeat(2**25))
     sizes = mock.patch.object(passes, "gathered_bytes", return_value=[2**50 if os.environ["RANK"] == "1" else 1])
     falling = mock.patch.object(MemoryMeter, "budget_bytes", property(lambda _: next(budgets)))
     with tempfile.TemporaryDirectory() as name, captured_log("torchtune_adaptive") as lines:
         folder, limited = Path(name), AdaptiveArguments(memory_limit="64MiB")
-        stock = train(folder, base=base, **options(folder, "RLOOTrainer", 3))
+        stock = train(folder, **{**options(folder, "RLOOTrainer", 3), "base": base})
         with sizes, falling:
-            ours = train(folder, limited, base=base, **options(folder, "RLOOTrainer", 3))
+            ours = train(folder, limited, **{**options(folder, "RLOOTrainer", 3), "base": base})
     return difference(ours, stock, least=1.0), ours.log[-1], lines
 
 
 def test_generation_gathers_for_each_token_if_all_parameters_do_not_fit_on_a_rank() -> None:
     outcomes = run_on_ranks(2, without_room_for_all_parameters, in_group=False, timeout_s=100)
-    for difference, log, lines in outcomes:
-        assert difference < 1e-5
+    for differs, log, lines in outcomes:
+        assert differs < 1e-5
         assert "oom_recoveries/log-probabilities" in log
         assert "oom_recoveries/generation" not in log
         assert sum("the budget falls from 64.0 MiB to 32.0 MiB" in line for line in lines) == 1
@@ -325,18 +278,18 @@ def test_generation_gathers_for_each_token_if_all_parameters_do_not_fit_on_a_ran
     ("trainer", "placement"), [("GRPOTrainer", "one process"), ("GRPOTrainer", "DDP"), ("RLOOTrainer", "FSDP2")]
 )
 def test_token_budget_trains_like_stock(trainer: str, placement: str) -> None:
-    for difference, advantages, log, _ in run_on_ranks(
+    for differs, advantages, log, _ in run_on_ranks(
         RANKS[placement], changed, "tokens", trainer, placement, in_group=False, timeout_s=100
     ):
-        assert max(difference, advantages) < 1e-5
+        assert max(differs, advantages) < 1e-5
         assert log["microbatch_tokens"] == 96
         assert log["completions/min_length"] < log["completions/max_length"]
 
 
 @pytest.mark.parametrize("way", ["failed in the first generation", "failed in the first scores"])
 def test_first_pass_recovers_although_no_earlier_one_has_shown_its_collectives(way: str) -> None:
-    for difference, _, log, _ in run_on_ranks(2, changed, way, "RLOOTrainer", "FSDP2", in_group=False, timeout_s=100):
-        assert difference < 1e-5
+    for differs, _, log, _ in run_on_ranks(2, changed, way, "RLOOTrainer", "FSDP2", in_group=False, timeout_s=100):
+        assert differs < 1e-5
         failed = {name for name in PASSES if log[f"oom_recoveries/{name}"]}
         assert failed == {"generation" if "generation" in way else "log-probabilities"}
 
@@ -345,18 +298,14 @@ def test_first_pass_recovers_although_no_earlier_one_has_shown_its_collectives(w
 def test_generation_in_an_evaluation_recovers(placement: str) -> None:
     function = partial(changed, eval_strategy="steps", eval_steps=2)
     way, trainer = "failed in an evaluation", "GRPOTrainer"
-    for difference, metrics, log, _ in run_on_ranks(
-        2, function, way, trainer, placement, in_group=False, timeout_s=100
-    ):
-        assert max(difference, metrics) < 1e-5
+    for differs, metrics, log, _ in run_on_ranks(2, function, way, trainer, placement, in_group=False, timeout_s=100):
+        assert max(differs, metrics) < 1e-5
         assert log["oom_recoveries/generation in evaluation"] == 1
 
 
 def generate_in_a_reward_function() -> tuple[float, str]:
     """Collective: train while rank 0 generates with the policy in a reward function. Return the difference from stock,
     and the error for a loss that depends on all rows of all ranks."""
-    from tests.hf.trainers import difference, train
-    from torchtune_adaptive.errors import ConfigError
 
     def sample(completions: list[Any], trainer_state: Any, **_: Any) -> list[float]:
         if os.environ["RANK"] == "0":
@@ -374,8 +323,8 @@ def generate_in_a_reward_function() -> tuple[float, str]:
 
         def run(adaptive: AdaptiveArguments | None, **config_options: Any) -> Any:
             given = options(folder, "GRPOTrainer", 2, **config_options)
-            given |= {"reward_funcs": [sample], "reward_processing_classes": [None]}
-            return train(folder, adaptive, base=Kept, **given)
+            given |= {"reward_funcs": [sample], "reward_processing_classes": [None], "base": Kept}
+            return train(folder, adaptive, **given)
 
         found = difference(run(AdaptiveArguments()), run(None), least=1.0)
         with pytest.raises(ConfigError) as refused:
@@ -384,8 +333,8 @@ def generate_in_a_reward_function() -> tuple[float, str]:
 
 
 def test_reward_function_may_generate_on_one_rank_and_a_loss_over_all_rows_is_refused() -> None:
-    for difference, refused in run_on_ranks(2, generate_in_a_reward_function, in_group=False, timeout_s=100):
-        assert difference < 1e-6
+    for differs, refused in run_on_ranks(2, generate_in_a_reward_function, in_group=False, timeout_s=100):
+        assert differs < 1e-6
         assert "top_entropy_quantile=1" in refused
 
 
@@ -413,8 +362,6 @@ def test_example_of_the_page_recovers_in_each_pass() -> None:
 def paste(folder: Path) -> list[dict[str, float]]:
     """Run the script of the page for one step, with a tiny model, and return the log."""
     import datasets
-
-    from tests.hf.trainers import tiny_llama
 
     tiny_llama().save_pretrained(folder)
     tokenizer().save_pretrained(folder)

@@ -183,51 +183,42 @@ def run(made: Any, here: Path, *adaptive: AdaptiveArguments, data: Any = None, *
     return train(here, *adaptive, arguments=settings, data_collator=collate, **given, **options)
 
 
-def compare_training(kind: str, sharded: bool, here: Path) -> list[tuple[list[float], float, list[float]]]:
+PLACEMENTS = pytest.mark.parametrize("sharded", [True, False], ids=["FSDP2", "DDP"])
+ONE_OR_TWO, WITH_TEXTS = (1, 2, 1), (1, 2, 0, 1)
+"""Images of samples."""
+
+
+def compare_training(
+    kind: str, sharded: bool, images: Sequence[int], faults: Sequence[tuple[int, int]], here: Path
+) -> list[tuple[list[float], float, list[float]]]:
     """Collective: return the recoveries, the difference from stock, and how often each sample was trained compared with
-    stock; without an error, and with one in each of two steps."""
-    made = KINDS[kind]()
+    stock; without an error, and with these."""
+    made, found = KINDS[kind](), []
     if sharded:
         use_fsdp2(*made.layers)
-    stock, found = run(made, here), []
-    for faults in ([], [(2, 60), (3, 600)]):
-        ours = run(made, here, AdaptiveArguments(), faults=faults, failing_rank=1)
+    stock = run(made, here, data=samples(48, images))
+    for failures in ([], faults):
+        ours = run(made, here, AdaptiveArguments(), data=samples(48, images), faults=failures, failing_rank=1)
         trained = (ours.weights["trained"] / stock.weights["trained"]).tolist()  # NaN if stock skipped a sample
         found.append((ours.column("oom_recoveries"), difference(ours, stock, least=1e-3), trained))
     return found
 
 
-PLACEMENTS = pytest.mark.parametrize("sharded", [True, False], ids=["FSDP2", "DDP"])
-
-
-@PLACEMENTS
-@pytest.mark.parametrize("kind", KINDS)
-def test_models_for_images_and_speech_train_like_stock(kind: str, sharded: bool, tmp_path: Path) -> None:
-    found, same = run_on_ranks(2, compare_training, kind, sharded, tmp_path, in_group=False, timeout_s=60)
+@pytest.mark.parametrize(
+    ("kind", "sharded", "images", "faults", "recoveries"),
+    [
+        *((kind, sharded, ONE_OR_TWO, [(2, 60), (3, 600)], [0, 1, 2]) for kind in KINDS for sharded in (True, False)),
+        # the last run splits all steps, and texts have no image
+        *((kind, True, WITH_TEXTS, [(2, 60), (2, 600), (3, 20)], [0, 2, 3]) for kind in ("Qwen2-VL", "Llava")),
+    ],
+)
+def test_models_for_images_and_speech_train_like_stock(
+    kind: str, sharded: bool, images: Sequence[int], faults: Any, recoveries: list[int], tmp_path: Path
+) -> None:
+    given = (kind, sharded, images, faults, tmp_path)
+    found, same = run_on_ranks(2, compare_training, *given, in_group=False, timeout_s=100)
     assert found == same
-    assert [recoveries for recoveries, *_ in found] == [[0, 0, 0], [0, 1, 2]]
-    for _, differs, trained in found:
-        assert differs < 1e-5
-        assert trained == pytest.approx([1] * 48, rel=1e-4)
-
-
-def compare_mixed(kind: str, here: Path) -> list[tuple[list[float], float, list[float]]]:
-    """Collective: as `compare_training`, under FSDP2, with texts that have no image. The last run splits all steps."""
-    made, found = KINDS[kind](), []
-    use_fsdp2(*made.layers)
-    stock = run(made, here, data=samples(48, (1, 2, 0, 1)))
-    for faults in ([], [(2, 60), (2, 600), (3, 20)]):
-        ours = run(made, here, AdaptiveArguments(), data=samples(48, (1, 2, 0, 1)), faults=faults, failing_rank=1)
-        trained = (ours.weights["trained"] / stock.weights["trained"]).tolist()
-        found.append((ours.column("oom_recoveries"), difference(ours, stock, least=1e-3), trained))
-    return found
-
-
-@pytest.mark.parametrize("kind", ["Qwen2-VL", "Llava"])
-def test_texts_without_an_image_train_like_stock_under_fsdp2(kind: str, tmp_path: Path) -> None:
-    found, same = run_on_ranks(2, compare_mixed, kind, tmp_path, in_group=False, timeout_s=150)
-    assert found == same
-    assert [recoveries for recoveries, *_ in found] == [[0, 0, 0], [0, 2, 3]]
+    assert [counted for counted, *_ in found] == [[0, 0, 0], recoveries]
     for _, differs, trained in found:
         assert differs < 1e-5
         assert trained == pytest.approx([1] * 48, rel=1e-4)

@@ -14,9 +14,16 @@ import pytest
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
-from tests.distributed.faults.sweeps import ALL_CASES, sweep
+import torch
+from transformers import Trainer
+
+from tests.distributed.faults.scenarios import SCENARIOS
+from tests.distributed.faults.sweeps import sweep
 from tests.forked_commands import run_forked
+from tests.hf.trainers import Counting, arguments, difference, failing_in_forward, tiny_llama, train, use_fsdp2
 from tests.ranks import RankFailed, run_on_ranks
+from torchtune_adaptive.errors import RecoveryUnsupportedError
+from torchtune_adaptive.hf import AdaptiveArguments
 
 pytestmark = pytest.mark.timeout(600)
 ROOT = Path(__file__).parents[2]
@@ -35,9 +42,6 @@ class Ended(NamedTuple):
 def train_all(sharded: bool, here: Path) -> dict[str, Ended]:
     """Collective: as it is, by tokens, after a search, after a failure of rank 1, the same with activations
     checkpointed, evaluations and a save, and resumed from that. DDP's model is compiled where it fails."""
-    from tests.hf.trainers import Counting, arguments, difference, train, use_fsdp2
-    from torchtune_adaptive.hf import AdaptiveArguments
-
     if sharded:
         use_fsdp2()
     stock = train(here, arguments=arguments(here, max_steps=3))
@@ -73,11 +77,6 @@ def test_two_ranks_train_like_stock_however_steps_are_split(sharded: bool, tmp_p
 def train_communicating(sharded: bool, here: Path) -> dict[str, float]:
     """Collective: the differences from stock if compute_loss gathers a factor or the number of labels, and with a
     buffer that the forward updates."""
-    import torch
-    from transformers import Trainer
-
-    from tests.hf.trainers import arguments, difference, tiny_llama, train, use_fsdp2
-    from torchtune_adaptive.hf import AdaptiveArguments
 
     class Gathers(Trainer):
         def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
@@ -129,10 +128,6 @@ def train_communicating(sharded: bool, here: Path) -> dict[str, float]:
 def train_with_uneven_batches(sharded: bool, here: Path) -> tuple[float, str]:
     """Collective: the difference from stock if ranks have batches of different sizes, and the error if memory runs
     out."""
-    from tests.hf.trainers import arguments, difference, train, use_fsdp2
-    from torchtune_adaptive.errors import RecoveryUnsupportedError
-    from torchtune_adaptive.hf import AdaptiveArguments
-
     if sharded:
         use_fsdp2()
     options = arguments(here, max_steps=2, per_device_train_batch_size=8 if os.environ["RANK"] == "0" else 1)
@@ -149,16 +144,11 @@ def test_ranks_with_batches_of_different_sizes_train_like_stock_until_memory_run
     ended = run_on_ranks(2, train_with_uneven_batches, sharded, tmp_path, in_group=False, timeout_s=60)
     for differs, error in ended:
         assert differs < 1e-6
-        assert "which cannot be repeated: the ranks have batches of different sizes" in error
+        assert "batches of different sizes" in error
 
 
 def fail_in_a_loss_that_communicates(batch_size: int, here: Path) -> None:
     """Collective: rank 1 runs out of memory in the first step, and its peer gathers a value in compute_loss."""
-    import torch
-    from transformers import Trainer
-
-    from tests.hf.trainers import arguments, train
-    from torchtune_adaptive.hf import AdaptiveArguments
 
     class Gathers(Trainer):
         def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
@@ -174,7 +164,7 @@ def fail_in_a_loss_that_communicates(batch_size: int, here: Path) -> None:
 
 @pytest.mark.parametrize("batch_size", [1, 4])
 def test_out_of_memory_error_in_a_loss_that_communicates_ends_the_first_step(batch_size: int, tmp_path: Path) -> None:
-    with pytest.raises(RankFailed, match="out of memory on rank 1, and microbatches communicate outside FSDP"):
+    with pytest.raises(RankFailed, match="RecoveryUnsupportedError: out of memory on rank 1"):
         run_on_ranks(2, fail_in_a_loss_that_communicates, batch_size, tmp_path, in_group=False, timeout_s=60)
 
 
@@ -187,11 +177,6 @@ def test_loss_that_communicates_equals_that_of_stock(sharded: bool, tmp_path: Pa
 def train_and_fail_in_forward(placement: str, here: Path, numbers: list[int]) -> dict[int, float]:
     """Collective: the differences from stock if a forward pass runs out of memory, in training or evaluation, or in the
     check of the loss."""
-    from transformers import Trainer
-
-    from tests.hf.trainers import Counting, arguments, difference, failing_in_forward, train, use_fsdp2
-    from torchtune_adaptive.hf import AdaptiveArguments
-
     if placement == "FSDP2":
         use_fsdp2()
 
@@ -218,7 +203,7 @@ def test_out_of_memory_error_in_any_forward_pass_does_not_change_training(
 
 @pytest.mark.parametrize(("name", "most"), [("Trainer, FSDP2", 85), ("Trainer, DDP", 42)])
 def test_failure_at_any_operation_of_a_step_does_not_change_training(name: str, most: int) -> None:
-    found, same = run_on_ranks(2, sweep, ALL_CASES[name], most, timeout_s=100)
+    found, same = run_on_ranks(2, sweep, SCENARIOS[name], most, timeout_s=100)
     assert found == same
     assert found.all_recovered
     assert found.injected > 15
@@ -226,10 +211,6 @@ def test_failure_at_any_operation_of_a_step_does_not_change_training(name: str, 
 
 def train_until_rank_1_is_killed(here: Path) -> None:
     """Collective: kills rank 1 in the backward of the fifth step, after a failure and a checkpoint."""
-    from transformers import Trainer
-
-    from tests.hf.trainers import arguments, train, use_fsdp2
-    from torchtune_adaptive.hf import AdaptiveArguments
 
     class Killed(Trainer):
         def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
@@ -245,9 +226,6 @@ def train_until_rank_1_is_killed(here: Path) -> None:
 
 def resume_and_compare(here: Path) -> tuple[float, list[float]]:
     """Collective: the difference from an undisturbed stock run, and the microbatches of each step."""
-    from tests.hf.trainers import arguments, difference, train, use_fsdp2
-    from torchtune_adaptive.hf import AdaptiveArguments
-
     use_fsdp2()
     resumed = train(here, AdaptiveArguments(), resume=str(here / "checkpoint-3"), arguments=arguments(here))
     return difference(resumed, train(here, arguments=arguments(here))), resumed.column("microbatch_rows")

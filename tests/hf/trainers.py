@@ -1,24 +1,45 @@
-"""Train a tiny Llama with transformers' Trainer, stock and adaptive, on the same samples."""
+"""Train a tiny Llama with transformers' Trainer, stock and adaptive, on the same samples, with out-of-memory errors."""
 
 from __future__ import annotations
 
+import io
 import os
-from collections.abc import Sequence
+import random
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, redirect_stdout
+from importlib import import_module
 from itertools import count
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 from unittest.mock import patch
 
 import torch
 from accelerate.state import AcceleratorState, DistributedType, PartialState
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments, set_seed
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlamaForSequenceClassification,
+    PreTrainedTokenizerFast,
+    Trainer,
+    TrainingArguments,
+    set_seed,
+)
 from transformers.utils.logging import set_verbosity_error
 
 from tests.fault_injection import FaultInjector
 from torchtune_adaptive.hf import AdaptiveArguments, AdaptiveMixin
+
+if TYPE_CHECKING:
+    from tests.distributed.faults.scenarios import Scenario
 
 LONGEST = 48
 STEPS = 6
@@ -199,3 +220,190 @@ def use_fsdp2(*layers: str) -> None:
             PartialState._shared_state["distributed_type"] = DistributedType.FSDP
 
     patch.object(AcceleratorState, "__init__", with_fsdp).start()
+
+
+COLUMNS = {
+    "SFTTrainer": ["prompt", "completion"],
+    "DPOTrainer": ["prompt", "chosen", "rejected"],
+    "KTOTrainer": ["prompt", "completion"],
+    "RewardTrainer": ["chosen", "rejected"],
+}
+
+
+def texts(columns: list[str]) -> Any:
+    """Words that count up; conversations for the columns "messages" and "answers"."""
+    from datasets import Dataset
+
+    drawn = random.Random(3)
+
+    def counting() -> str:
+        start = drawn.randrange(200)
+        return " ".join(f"w{start + step}" for step in range(drawn.randint(3, 25))) + " "
+
+    rows: list[dict[str, Any]] = [{column: counting() for column in columns} for _ in range(120)]
+    if columns == ["messages", "answers"]:
+        roles = ("user", "assistant")
+        turns = [
+            [{"role": role, "content": text} for role, text in zip(roles, row.values(), strict=True)] for row in rows
+        ]
+        rows = [{"messages": each} for each in turns]
+    return Dataset.from_list(rows)
+
+
+def tokenizer() -> Any:
+    words = Tokenizer(WordLevel({"<pad>": 0, "<eos>": 1, "<unk>": 2} | {f"w{n}": n + 3 for n in range(250)}, "<unk>"))
+    words.pre_tokenizer = WhitespaceSplit()  # type: ignore[assignment]
+    special = {"pad_token": "<pad>", "eos_token": "<eos>", "unk_token": "<unk>"}
+    made = PreTrainedTokenizerFast(tokenizer_object=words, **special)
+    made.chat_template = "{% for each in messages %}{{ each['content'] }} {% endfor %}"
+    return made
+
+
+def many_letters(completions: list[Any], **_: Any) -> list[float]:
+    return [float(len(set(str(answer)))) for answer in completions]
+
+
+def even_words(completion_ids: list[list[int]], **_: Any) -> list[float]:
+    """A reward that answers of one prompt differ in."""
+    return [sum(word % 2 == 0 for word in words) / len(words) for words in completion_ids]
+
+
+def tiny_reward_model() -> Any:
+    config = tiny_llama(num_labels=1).config
+    torch.manual_seed(0)
+    return LlamaForSequenceClassification(config)
+
+
+def trl_options(name: str, folder: Path, *, lora: bool = False, module: str = "trl", **settings: Any) -> dict[str, Any]:
+    """Collective: return arguments of `train` for a trainer of TRL, made anew for each run. `columns` are those of the
+    data. All ranks may share the folder."""
+    os.environ |= {"HF_HUB_OFFLINE": "1", "TRL_EXPERIMENTAL_SILENCE": "1"}
+    from peft import LoraConfig
+
+    imported, columns = import_module(module), settings.pop("columns", COLUMNS.get(name, ["prompt"]))
+    model = folder / f"model of rank {os.environ['RANK']}"  # from which TRL makes reference models and teachers
+    for each in tiny_llama(), tokenizer():
+        each.save_pretrained(model)
+    settings = {"gradient_checkpointing": False, "bf16": False, **settings}
+    given: dict[str, Any] = {
+        "base": getattr(imported, name),
+        "arguments": arguments(folder, getattr(imported, name.replace("Trainer", "Config")), **settings),
+        "model": tiny_reward_model() if name == "RewardTrainer" else str(model),
+        "data_collator": None,
+        "processing_class": tokenizer(),
+        "train_dataset": texts(columns),
+    }
+    if name == "KTOTrainer":
+        labels = [number % 3 > 0 for number in range(len(given["train_dataset"]))]
+        given["train_dataset"] = given["train_dataset"].add_column("label", labels)
+    if name in ("DPOTrainer", "KTOTrainer", "OnlineDPOTrainer") and not lora:
+        given["ref_model"] = tiny_llama()
+    if name in ("DistillationTrainer", "GKDTrainer", "IWOPDTrainer"):
+        given["teacher_model"] = str(model)
+    if name in ("GRPOTrainer", "RLOOTrainer"):
+        given["reward_funcs"] = even_words
+    if name in ("GMPOTrainer", "A2POTrainer", "SDPOTrainer", "OnlineDPOTrainer"):
+        given["reward_funcs"] = many_letters
+    if lora:
+        given["peft_config"] = LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"])
+    return given
+
+
+def of_metrics(ours: list[dict[str, float]], stock: list[dict[str, float]]) -> float:
+    """Return the largest difference of the metrics that TRL averages, relative to at least 1."""
+    names = set(stock[0]) - {"step_time", "grad_norm", "loss"}
+    pairs = [
+        (mine[name], other[name]) for mine, other in zip(ours, stock, strict=True) for name in names & other.keys()
+    ]
+    return max(abs(mine - other) / max(abs(other), 1.0) for mine, other in pairs)
+
+
+class FailingInTurn(AdaptiveMixin):
+    """In each training step, and in each pass of TRL before it, one operation runs out of memory, on the ranks in turn.
+
+    Every step begins with the initial limit.
+    """
+
+    counted = 3
+    """The step whose operations are counted. Its gradients are reduced as later."""
+    errors = sys.maxsize
+    trained = 0
+    kept: list[Any] = []  # noqa: RUF012
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.operations: dict[str, int] = {}
+        self.injected: Counter[str] = Counter()
+        self.limits: dict[str, Any] = {}
+        self.kept.append(self)
+
+    def place(self, number: int, operations: int) -> int:
+        """Return the operation that fails in this step: they are spread over all of a pass."""
+        return 1 + (number - 1) * (operations - 1) // max(1, self.errors - 1)
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        self.trained += self.accelerator.sync_gradients
+        runs = self.accelerator.sync_gradients and self._steps is not None
+        with self.failing({"training": self._steps.runner} if runs else {}, self.trained - self.counted):
+            return super().training_step(*args, **kwargs)
+
+    @contextmanager
+    def failing(self, runners: dict[str, Any], number: int) -> Iterator[None]:
+        """Within the context, fail an operation of each runner. With number 0, count the operations instead."""
+        step, ranks = self.state.global_step + 1, self.args.world_size
+        with ExitStack() as stack:
+            faults = {
+                name: stack.enter_context(FaultInjector(runner)) for name, runner in runners.items() if number >= 0
+            }
+            for name, injector in faults.items():
+                runner = runners[name]
+                if number == 0:
+                    self.limits[name] = runner.state_dict()
+                    injector.count(rank=self.args.process_index, step=step)
+                elif number <= self.errors:
+                    runner.load_state_dict({**runner.state_dict(), "size": self.limits[name]["size"]})
+                    operation = self.place(number, self.operations[name])
+                    injector.fail_at(rank=number % ranks, step=step, operation=operation)
+            yield
+        for name, injector in faults.items():
+            if number == 0:
+                self.operations[name] = len(injector.operations)
+            self.injected[name] += injector.fired
+
+
+OPERATIONS = 1700
+"""More than a step of the tiny Llama has."""
+
+
+def sweep(case: Scenario, at_most: int, shift: int) -> tuple[int, int, int, int]:
+    """Collective: return the fields of an Outcome."""
+    from tests.distributed.faults.bench import over_ranks
+    from tests.distributed.models import computes, device
+
+    if case.model.sharded:
+        use_fsdp2()
+    every = max(case.stride, -(-OPERATIONS // at_most))
+
+    class Swept(FailingInTurn, Trainer):
+        def place(self, number: int, operations: int) -> int:
+            return 1 + shift % every + every * (number - 1)
+
+        def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+            loss = super().compute_loss(*args, **kwargs)
+            if not computes():  # the check of the loss compares values
+                loss.detach().copy_(torch.ones(()))
+            return loss
+
+    with tempfile.TemporaryDirectory() as name, redirect_stdout(io.StringIO()):
+        steps = Swept.counted + 1 + OPERATIONS // every
+        settings: dict[str, Any] = {"max_steps": steps, "learning_rate": 1e-3, "gradient_accumulation_steps": 2}
+        options: dict[str, Any] = {
+            "arguments": arguments(Path(name), use_cpu=device().type == "cpu", **settings),
+            # all steps are complete, so all have the same number of operations
+            "train_dataset": Counting(64 * case.world_size),
+        }
+        stock = train(Path(name), **options) if computes() else None
+        ours = train(Path(name), AdaptiveArguments(regrow_after=0), base=Swept, **options)
+    wrong = stock is not None and difference(ours, stock) > 1e-6
+    [trainer] = Swept.kept
+    return int(over_ranks(trainer.injected["training"])), int(ours.column("oom_recoveries")[-1]), 0, int(wrong)

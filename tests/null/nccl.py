@@ -24,10 +24,9 @@ from torch.utils._pytree import tree_iter, tree_map
 
 from benchmarks.results import RESULTS, save
 from tests.distributed import models
-from tests.distributed.faults.finetuning import Case
-from tests.distributed.faults.meshes import MeshCase
-from tests.distributed.faults.recipes import RecipeCase
-from tests.distributed.faults.sweeps import ALL_CASES, FIGURES, AnyCase, Outcome, sweep
+from tests.distributed.faults.meshes import OnMesh
+from tests.distributed.faults.scenarios import SCENARIOS, RecipeStage, Scenario
+from tests.distributed.faults.sweeps import FIGURES, Outcome, sweep
 from tests.null.processes import OnNull, null_processes
 from tests.ranks import RankFailed, RanksHung
 from torchtune_adaptive.atomic_files import read_json
@@ -106,7 +105,12 @@ def record_on_rank(folder: str, backend: str, function: Callable[..., Any], *arg
 
 
 def swept(
-    on_null: OnNull, case: AnyCase, backend: str, at_most: int, shift: int = 0, function: Callable[..., Outcome] = sweep
+    on_null: OnNull,
+    case: Scenario,
+    backend: str,
+    at_most: int,
+    shift: int = 0,
+    function: Callable[..., Outcome] = sweep,
 ) -> Checked:
     """Inject errors into a step of a case, and check the recordings of all ranks."""
     with tempfile.TemporaryDirectory() as folder:
@@ -129,28 +133,29 @@ def without_drains(*arguments: Any) -> Outcome:
     return sweep(*arguments)
 
 
-def runs_on_null(case: AnyCase) -> bool:
+def runs_on_null(case: Scenario) -> bool:
     """Return False if the case needs computed values, or if its collectives are those of another case."""
-    match case:
-        case Case():
+    match case.model:
+        case models.ModelConfig():
             return not case.model.joined  # the layout of samples changes no collective
-        case MeshCase():
-            return not case.name.startswith("sharded experts")  # sizes depend on values
-        case RecipeCase():  # every stage, and the ways to fail while a policy trains
-            return case.name == f"recipes, {case.kind}, {case.stage}" or case.stage in (POLICY, TRAIN_POLICY)
+        case OnMesh():
+            return not case.model.needs_values
+        case RecipeStage():  # every stage, and the ways to fail while a policy trains
+            plain = f"recipes, {case.model.kind}, {case.model.stage}"
+            return case.name == plain or case.model.stage in (POLICY, TRAIN_POLICY)
     return True
 
 
-def scenarios(most: int, most_of_fsdp: int) -> Iterator[tuple[AnyCase, str, int]]:
+def scenarios(most: int, most_of_fsdp: int) -> Iterator[tuple[Scenario, str, int]]:
     """Yield cases with a backend and the number of operations to try: `most_of_fsdp` for FSDP2 and for hybrid sharding,
     `most` for each other case, and more on the backends that are not torch's default."""
     first = ("plain", "hybrid")
-    yield from ((ALL_CASES[name], BACKENDS[0], most_of_fsdp) for name in first)
+    yield from ((SCENARIOS[name], BACKENDS[0], most_of_fsdp) for name in first)
     for backend in BACKENDS[1:] if hasattr(dist, "ProcessGroupNCCL2") else ():
         # nccl-lazy counts no messages, so it does not support ghost passes
         names = first if backend == "nccl-lazy" else (*first, "tensor parallel and sharded")
-        yield from ((ALL_CASES[name], backend, 4 * most) for name in names)
-    others = (case for case in ALL_CASES.values() if case.name not in first and runs_on_null(case))
+        yield from ((SCENARIOS[name], backend, 4 * most) for name in names)
+    others = (case for case in SCENARIOS.values() if case.name not in first and runs_on_null(case))
     yield from ((case, BACKENDS[0], most) for case in others)
 
 

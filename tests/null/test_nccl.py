@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.distributed.faults.sweeps import ALL_CASES
+from tests.distributed.faults.scenarios import SCENARIOS
 from tests.distributed.models import ModelConfig, build, device, runner_of, samples_of
 from tests.null.full_card import everything_left
 from tests.null.nccl import BACKENDS, record_on_rank, swept, without_drains
@@ -40,7 +40,7 @@ SAMPLED = 3  # operations of a step
 def test_ranks_issue_equal_calls_of_nccl_without_deadlock_when_one_runs_out_of_memory(
     on_null: OnNull, name: str, backend: str, class_: str
 ) -> None:
-    found = swept(on_null, ALL_CASES[name], backend, SAMPLED)
+    found = swept(on_null, SCENARIOS[name], backend, SAMPLED)
     assert found.backend == class_
     assert found.problems == []
     assert found.outcome == (SAMPLED, SAMPLED, 0, 0)
@@ -48,7 +48,7 @@ def test_ranks_issue_equal_calls_of_nccl_without_deadlock_when_one_runs_out_of_m
 
 @pytest.mark.smoke
 def test_check_finds_a_failed_rank_that_does_not_issue_what_its_peers_expect(on_null: OnNull) -> None:
-    [problem] = swept(on_null, ALL_CASES["plain"], "nccl", SAMPLED, 1, without_drains).problems
+    [problem] = swept(on_null, SCENARIOS["plain"], "nccl", SAMPLED, 1, without_drains).problems
     assert re.fullmatch(
         r"deadlock: rank 0 waits in call \d+ of rank 0 and rank 1: all_gather of \d+ float32 at "
         r"\S+collectives\.py:\d+; "

@@ -16,7 +16,8 @@ import time
 from dataclasses import replace
 
 from benchmarks.results import save
-from tests.distributed.faults.sweeps import ALL_CASES, FIGURES, Outcome, outcome_of, sweep
+from tests.distributed.faults.scenarios import SCENARIOS
+from tests.distributed.faults.sweeps import FIGURES, Outcome, outcome_of, sweep
 
 
 def main() -> int:
@@ -28,7 +29,7 @@ def main() -> int:
     arguments.add_argument("--ranks", type=int, help="run the named cases on this many ranks")
     options = arguments.parse_args()
     total, rows = Outcome(), []
-    for number, case in enumerate(ALL_CASES.values()):
+    for number, case in enumerate(SCENARIOS.values()):
         if options.case not in case.name:
             continue
         if options.ranks:

@@ -1,8 +1,8 @@
 """Run a step of a model with and without an out-of-memory error, for a bitwise comparison."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from itertools import count
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from tests.distributed.faults.fault_variants import Scenario, fail_there, operations_of
+from tests.distributed.faults.scenarios import Scenario
 from tests.distributed.models import Gradients, gradients_equal, gradients_of, runner_of
 from tests.fault_injection import FaultInjector
 from torchtune_adaptive.engine.fsdp import is_whole
@@ -18,9 +18,31 @@ from torchtune_adaptive.engine.recovery import Recovery
 from torchtune_adaptive.engine.results import Totals
 from torchtune_adaptive.engine.step import StepRunner
 
-ForwardBackward: TypeAlias = Callable[[Sequence[Tensor]], Totals]
-Parts: TypeAlias = tuple[list[nn.Module], ForwardBackward]
-"""The trained model, other models whose collectives count, and the pass over a microbatch."""
+
+def operations_of(runner: StepRunner[Any], run: Callable[[int], object], step: int, case: Scenario) -> list[str]:
+    """Collective: list the operations of the first failing rank inside this runner while `run` runs the step."""
+    with FaultInjector(runner).count(rank=dist.get_rank(), step=step) as faults:
+        run(step)
+    names = [faults.operations]
+    dist.broadcast_object_list(names, src=case.failing[0])
+    return names[0]
+
+
+def fail_there(faults: FaultInjector, case: Scenario, step: int, place: int) -> None:
+    """Inject the fault. Ranks that fail in the same step do so in different places."""
+    for number, rank in enumerate(case.failing):
+        faults.fail_at(rank=rank, step=step, operation=max(1, place - 17 * number))
+        if case.again == "retry":
+            faults.fail_at(rank=rank, step=step, operation=37 * place % 900 + 1)
+        elif case.again == "drain":
+            faults.fail_in_drain(rank=rank, step=step, operation=5 * place % 60 + 1)
+
+
+def over_ranks(mine: float) -> float:
+    """Collective: return the sum over ranks."""
+    total = torch.tensor(float(mine), dtype=torch.float64)
+    dist.all_reduce(total)
+    return total.item()
 
 
 class Step(NamedTuple):
@@ -53,21 +75,10 @@ def average_gradients(model: nn.Module) -> None:
 class Bench:
     """Collective: a model, its samples, and two ways to run a step."""
 
-    def __init__(
-        self,
-        case: Scenario,
-        samples: list[Tensor],
-        build: Callable[[], Parts],
-        *,
-        clips: bool = True,
-        exchanges_activations: bool = False,
-        error: Callable[[str], Exception] = torch.OutOfMemoryError,
-    ) -> None:
-        self.case, self.samples = case, samples
-        self._build, self._clips, self._error = build, clips, error
-        self._exchanges = exchanges_activations
+    def __init__(self, case: Scenario) -> None:
+        self.case, self.samples = case, case.model.samples(case.samples)
         self._steps = count()
-        self.models, self.forward_backward = build()
+        self.models, self.forward_backward = case.model.parts()
 
     @property
     def model(self) -> nn.Module:
@@ -85,10 +96,7 @@ class Bench:
             loss_sum, target_tokens = loss_sum + totals.loss_sum, target_tokens + totals.target_tokens
         if is_whole(self.model):
             average_gradients(self.model)
-        over_ranks = torch.tensor([loss_sum.item(), target_tokens], dtype=torch.float64)
-        dist.all_reduce(over_ranks)
-        loss, tokens = over_ranks.tolist()
-        return self._outcome(Totals(torch.tensor(loss), int(tokens)))
+        return self._outcome(Totals(torch.tensor(over_ranks(loss_sum.item())), int(over_ranks(target_tokens))))
 
     def operations(self) -> list[str]:
         """Collective: list the operations of the first failing rank in a step."""
@@ -104,7 +112,7 @@ class Bench:
         self._start()
         runner.load_state_dict(self.fresh)
         step = next(self._steps)
-        with FaultInjector(runner, error=self._error) as faults:
+        with FaultInjector(runner, error=self.case.error) as faults:
             if place is not None:
                 fail_there(faults, self.case, step, place)
             result = runner.run(self.samples, step=step)
@@ -113,8 +121,9 @@ class Bench:
     def new_runner(self) -> StepRunner[Tensor]:
         """Collective: return a new runner, with a new model if the case fails in the first pass."""
         if self.case.first_pass:
-            self.models, self.forward_backward = self._build()
-        recovery, once = Recovery(*self.models, exchanges_activations=self._exchanges), self.case.reduce_once
+            self.models, self.forward_backward = self.case.model.parts()
+        recovery = Recovery(*self.models, exchanges_activations=self.case.model.exchanges_activations)
+        once = self.case.reduce_once
         runner = runner_of(self.model, self.case.rows, self.forward_backward, recovery, reduce_once=once)
         self.fresh = runner.state_dict()
         return runner
@@ -133,7 +142,7 @@ class Bench:
 
     def _outcome(self, totals: Totals) -> Step:
         gradients, rng, norm = gradients_of(self.model), torch.get_rng_state(), torch.zeros(())
-        if self._clips:
+        if self.case.model.clips:
             norm = nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
             norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
         return Step(gradients, totals.loss_sum.item(), totals.target_tokens, norm, rng)

@@ -1,12 +1,12 @@
-"""Steps of models whose ranks exchange activations, with out-of-memory errors."""
+"""Models whose ranks exchange activations, and layers whose values matter."""
 
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import partial
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -32,20 +32,18 @@ from torch.utils.checkpoint import checkpoint
 from torchtune import modules, training
 from torchtune.models.llama3 import llama3
 
-from tests.distributed.faults.bench import Bench, Parts
-from tests.distributed.faults.fault_variants import Scenario
-from tests.distributed.models import VOCABULARY, computes, device
+from tests.distributed.models import VOCABULARY, Parts, computes, device
 from torchtune_adaptive.engine.results import Totals
 
-LENGTH, SAMPLES = 8, 4
+LENGTH = 8
 EXPERTS, PER_TOKEN, DIM = 6, 2, 16
 
 
 @dataclass(frozen=True)
-class MeshCase(Scenario):
-    """One mesh and model."""
+class OnMesh:
+    """A model, and how ranks share it."""
 
-    build: Callable[["MeshCase"], nn.Module]
+    build: Callable[["OnMesh"], nn.Module]
     shared_by: int = 2
     """Ranks that share samples."""
     replicas: int = 1
@@ -56,22 +54,50 @@ class MeshCase(Scenario):
     """FSDP gathers parameters in this type."""
     compiled: bool = False
     """Compile each layer."""
+    needs_values: bool = False
+    """Sizes or conditions depend on computed values, which a null device does not have."""
+    exchanges_activations: bool = False
+    """True if parameters do not show that ranks exchange activations."""
 
-    def bench(self) -> Bench:
-        """Collective: return the bench for this case. Norms over several meshes are not computed."""
+    clips = False
+    """Norms over several meshes are not computed."""
+
+    def samples(self, count: int) -> list[Tensor]:
+        """Return samples of this rank."""
         generator = torch.Generator().manual_seed(dist.get_rank() // self.shared_by)
-        samples = [torch.randint(0, VOCABULARY, (LENGTH,), generator=generator) for _ in range(SAMPLES)]
-        hidden = self.build is context_parallel  # parameters do not show context parallelism
-        return Bench(self, samples, partial(parts_of, self), clips=False, exchanges_activations=hidden)
+        return [torch.randint(0, VOCABULARY, (LENGTH,), generator=generator) for _ in range(count)]
+
+    def parts(self) -> Parts:
+        """Collective: build the model."""
+        torch.manual_seed(0)
+        model = self.build(self)
+        for layer in model.layers if self.compiled else ():
+            layer.compile(backend="aot_eager")
+
+        def forward_backward(samples: Sequence[Tensor]) -> Totals:
+            tokens = nn.utils.rnn.pad_sequence([*samples], batch_first=True)
+            labels = nn.utils.rnn.pad_sequence([*samples], batch_first=True, padding_value=-100)
+            labels = F.pad(labels[:, 1:], (0, 1), value=-100)
+            target_tokens = int((labels != -100).sum())
+            tokens, labels = tokens.to(device()), labels.to(device())
+            logits = model(tokens)
+            with loss_parallel() if isinstance(logits, DTensor) else nullcontext():
+                mean = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100)
+                loss = mean * target_tokens
+                loss.backward()
+            loss = loss.full_tensor() if isinstance(loss, DTensor) else loss
+            return Totals(loss.detach(), target_tokens)
+
+        return [model], forward_backward
 
 
-def mesh_of(case: MeshCase) -> DeviceMesh:
+def mesh_of(case: OnMesh) -> DeviceMesh:
     """Collective."""
-    sizes = (case.replicas, case.world_size // case.shared_by // case.replicas, case.shared_by)
+    sizes = (case.replicas, dist.get_world_size() // case.shared_by // case.replicas, case.shared_by)
     return init_device_mesh(device().type, sizes, mesh_dim_names=("replicas", "shards", "shared"))
 
 
-def tensor_parallel(case: MeshCase) -> nn.Module:
+def tensor_parallel(case: OnMesh) -> nn.Module:
     """Collective: build a Llama under tensor, sequence and loss parallelism; FSDP shards layers over further ranks."""
     mesh = mesh_of(case)
     model = llama3(
@@ -86,7 +112,7 @@ def tensor_parallel(case: MeshCase) -> nn.Module:
     model = parallelize(model.to(device()), mesh["shared"])
     if case.checkpointing:
         training.set_activation_checkpointing(model, auto_wrap_policy={modules.TransformerSelfAttentionLayer})
-    if case.world_size > case.shared_by:
+    if dist.get_world_size() > case.shared_by:
         over = mesh["replicas", "shards"] if case.replicas > 1 else mesh["shards"]
         for each in (*model.layers, model):
             fully_shard(each, mesh=over)
@@ -187,6 +213,44 @@ class LocalExperts(nn.Module):
         return states + result.view_as(states)
 
 
+class Drawing(nn.Linear):
+    """Keeps the features that it draws."""
+
+    def __init__(self) -> None:
+        super().__init__(DIM, DIM)
+
+    def forward(self, states: Tensor) -> Tensor:
+        scores = super().forward(states)
+        drawn = torch.multinomial(torch.softmax(scores, -1).flatten(0, -2), DIM // 2, replacement=True)
+        return scores * torch.zeros_like(scores).scatter(-1, drawn.view(*scores.shape[:-1], -1), 1.0)
+
+
+class LookingUp(nn.Linear):
+    """Adds a row of a table, chosen by a score and by the distance between two vectors of length 1."""
+
+    def __init__(self) -> None:
+        super().__init__(DIM, DIM)
+        self.table = nn.Parameter(torch.randn(16, DIM))
+        self.temperature = nn.Parameter(torch.ones(1))  # one of the ranks has no element of it
+
+    def forward(self, states: Tensor) -> Tensor:
+        score = torch.sigmoid(F.normalize(super().forward(states), dim=-1, eps=0.0).sum(-1) / self.temperature)
+        return super().forward(states) + self.table[(score * 15.9).long()] * self.temperature
+
+
+class Checked(nn.Linear):
+    """Refuses infinite results."""
+
+    def __init__(self) -> None:
+        super().__init__(DIM, DIM)
+
+    def forward(self, states: Tensor) -> Tensor:
+        result = super().forward(states)
+        if not result.isfinite().all():
+            raise FloatingPointError("a layer returned NaN")
+        return result
+
+
 class Mixture(nn.Module):
     def __init__(self, layers: Iterable[nn.Module], *, checkpointing: bool) -> None:
         super().__init__()
@@ -201,10 +265,10 @@ class Mixture(nn.Module):
         return self.output(states)
 
 
-def expert_parallel(case: MeshCase) -> nn.Module:
+def expert_parallel(case: OnMesh) -> nn.Module:
     """Collective: build a model with experts on all ranks. FSDP shards layers, and gathers them again in backward."""
-    every = init_device_mesh(device().type, (case.world_size,))
-    sizes = (case.experts_sharded_by, case.world_size // case.experts_sharded_by)
+    every = init_device_mesh(device().type, (dist.get_world_size(),))
+    sizes = (case.experts_sharded_by, dist.get_world_size() // case.experts_sharded_by)
     mesh = init_device_mesh(device().type, sizes, mesh_dim_names=("shards", "experts"))
     layers = [RoutedExperts(mesh["experts"], counts_mask=each) for each in (False, True)]
     model = Mixture(layers, checkpointing=case.checkpointing).to(device())
@@ -217,6 +281,68 @@ def expert_parallel(case: MeshCase) -> nn.Module:
             whole.update(layer.experts.parameters())
         fully_shard(layer, mesh=every, mp_policy=precision, ignored_params=whole)
     return fully_shard(model, mesh=every, mp_policy=precision, ignored_params=whole)
+
+
+class SplitLayers(nn.Module):
+    """Two linear layers, each split over two ranks, with `inside` between them."""
+
+    def __init__(self, inside: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.up, self.down, self.inside = nn.Linear(DIM, DIM), nn.Linear(DIM, VOCABULARY), inside
+        self.register_buffer("table", torch.randn(VOCABULARY, DIM))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.down(self.inside(self.up(F.embedding(tokens, self.table))))
+
+
+def split_layers(inside: Callable[[Tensor], Tensor], case: OnMesh) -> nn.Module:
+    """Collective: build a model under tensor parallelism that calls `inside` with its part of the activations."""
+    plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+    return parallelize_module(SplitLayers(inside).to(device()), mesh_of(case)["shared"], plan)
+
+
+class Scaled(torch.autograd.Function):
+    """Scales by the sum over ranks, and communicates in the backward as well."""
+
+    @staticmethod
+    def forward(context: Any, value: Tensor) -> Tensor:
+        total = value.detach().mean()
+        dist.all_reduce(total)
+        context.save_for_backward(value, total)
+        return value * total
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> Tensor:
+        value, total = context.saved_tensors
+        along_total = (gradient * value).sum() / value.numel()
+        dist.all_reduce(along_total)
+        return gradient * total + along_total
+
+
+def scaled(value: Tensor) -> Tensor:
+    return Scaled.apply(value)
+
+
+@torch.library.custom_op("torchtune_adaptive_tests::tripled", mutates_args=())
+def operator(value: Tensor) -> Tensor:
+    return 3 * value
+
+
+def tripled(value: Tensor) -> Tensor:
+    return operator(value)
+
+
+torch.library.register_autograd("torchtune_adaptive_tests::tripled", lambda context, gradient: 3 * gradient)
+torch.library.register_fake("torchtune_adaptive_tests::tripled", torch.empty_like)
+
+
+def masked_on_all_ranks(value: Tensor) -> Tensor:
+    """Compute a mask that ranks exchange, after a barrier."""
+    dist.barrier()
+    mask = value.detach().mean(-1) > 0
+    masks = torch.empty((2, *mask.shape), dtype=torch.bool)
+    dist.all_gather_into_tensor(masks.flatten(), mask.flatten())
+    return value * masks.all(0).unsqueeze(-1)
 
 
 class InContext(nn.Module):
@@ -248,121 +374,24 @@ class SplitSequences(nn.Module):
         return all_gather_tensor_autograd(self.output(states), 1, self.mesh.get_group())
 
 
-def context_parallel(case: MeshCase) -> nn.Module:
+def context_parallel(case: OnMesh) -> nn.Module:
     """Collective: build a model under context parallelism; FSDP shards layers over all ranks."""
     model = SplitSequences(mesh_of(case)["shared"]).to(device())
     for each in (*model.layers, model):
-        fully_shard(each, mesh=init_device_mesh(device().type, (case.world_size,)))
+        fully_shard(each, mesh=init_device_mesh(device().type, (dist.get_world_size(),)))
     return model
 
 
-def sharded_experts(case: MeshCase) -> nn.Module:
-    """Collective: build a model with experts, for FSDP alone: ranks exchange no activations."""
-    model = Mixture([LocalExperts(), LocalExperts()], checkpointing=case.checkpointing).to(device())
+def sharded(layer: Callable[[], nn.Module], case: OnMesh) -> nn.Module:
+    """Collective: build a model with such layers, for FSDP alone: ranks exchange no activations."""
+    model = Mixture([layer(), layer()], checkpointing=case.checkpointing).to(device())
     for each in (*model.layers, model):
         fully_shard(each, mp_policy=MixedPrecisionPolicy(case.param_dtype))
     return model
 
 
-def torchtitan(kind: str, case: MeshCase) -> nn.Module:
+def torchtitan(kind: str, case: OnMesh) -> nn.Module:
     """Collective: build one of torchtitan's models, as in the example."""
     sys.path.insert(0, str(Path(__file__).parents[3] / "examples"))
     example = import_module("torchtitan_models")
     return example.build(kind, checkpointing=example.FullAC.Config() if case.checkpointing else None)
-
-
-titan_llama, titan_mixture = partial(torchtitan, "llama"), partial(torchtitan, "moe")
-
-TORCHTITAN_CASES = (
-    MeshCase("torchtitan llama", titan_llama, world_size=4, failing=(3,)),
-    MeshCase("torchtitan llama, first pass", titan_llama, world_size=4, failing=(0,), first_pass=True, stride=11),
-    MeshCase("torchtitan llama, checkpointing", titan_llama, world_size=4, checkpointing=True, failing=(3,)),
-    MeshCase("torchtitan mixture", titan_mixture, shared_by=1),
-    MeshCase("torchtitan mixture, first pass", titan_mixture, shared_by=1, first_pass=True, stride=5),
-    MeshCase("torchtitan mixture, checkpointing", titan_mixture, shared_by=1, checkpointing=True),
-)
-"""They need torchtitan 0.3.0, which is not a dependency."""
-
-MESH_CASES = (
-    MeshCase("tensor parallel", tensor_parallel),
-    MeshCase("tensor parallel, rank 0 fails", tensor_parallel, failing=(0,), stride=5),
-    MeshCase("tensor parallel, both ranks fail", tensor_parallel, failing=(0, 1), stride=7),
-    MeshCase("tensor parallel, first pass", tensor_parallel, first_pass=True, stride=5),
-    MeshCase("tensor parallel, fails in the drain too", tensor_parallel, rows=4, again="drain", stride=3),
-    MeshCase("tensor parallel, fails in the retry too", tensor_parallel, rows=4, again="retry", stride=5),
-    MeshCase("tensor parallel, checkpointing", tensor_parallel, checkpointing=True, stride=3),
-    MeshCase("context parallel", context_parallel),
-    MeshCase("context parallel, 4 ranks", context_parallel, world_size=4, failing=(1, 2), stride=4),
-    MeshCase("context parallel, compiled layers", context_parallel, compiled=True, stride=3),
-    MeshCase("expert parallel", expert_parallel, shared_by=1),
-    MeshCase("expert parallel, both ranks fail", expert_parallel, shared_by=1, failing=(0, 1), stride=5),
-    MeshCase("expert parallel, first pass", expert_parallel, shared_by=1, first_pass=True, stride=5),
-    MeshCase("expert parallel, 3 ranks", expert_parallel, world_size=3, shared_by=1, failing=(2,), stride=4),
-    MeshCase("expert parallel, checkpointing", expert_parallel, shared_by=1, checkpointing=True, rows=4),
-    MeshCase("expert parallel, fails in the drain too", expert_parallel, shared_by=1, rows=4, again="drain", stride=3),
-    MeshCase(
-        "expert parallel and sharded, checkpointing",
-        expert_parallel,
-        world_size=4,
-        shared_by=1,
-        experts_sharded_by=2,
-        checkpointing=True,
-        param_dtype=torch.bfloat16,
-        failing=(3,),
-        rows=4,
-        stride=12,
-    ),
-    MeshCase("sharded experts, checkpointing", sharded_experts, shared_by=1, checkpointing=True, rows=4),
-    MeshCase(
-        "sharded experts, checkpointing, bf16",
-        sharded_experts,
-        shared_by=1,
-        checkpointing=True,
-        param_dtype=torch.bfloat16,
-        rows=4,
-        stride=3,
-    ),
-    MeshCase("tensor parallel and sharded", tensor_parallel, world_size=4, failing=(3,), stride=4),
-    MeshCase("tensor parallel and sharded, two fail", tensor_parallel, world_size=4, failing=(0, 3), stride=11),
-    MeshCase(
-        "tensor parallel and sharded, first pass",
-        tensor_parallel,
-        world_size=4,
-        failing=(3,),
-        first_pass=True,
-        stride=11,
-    ),
-    MeshCase(
-        "tensor parallel and sharded, checkpointing",
-        tensor_parallel,
-        world_size=4,
-        checkpointing=True,
-        failing=(3,),
-        stride=12,
-    ),
-    MeshCase("tensor parallel and replicas", tensor_parallel, world_size=4, replicas=2, failing=(1,), stride=11),
-)
-
-
-def parts_of(case: MeshCase) -> Parts:
-    """Collective: build the model of a case."""
-    torch.manual_seed(0)
-    model = case.build(case)
-    for layer in model.layers if case.compiled else ():
-        layer.compile(backend="aot_eager")
-
-    def forward_backward(samples: Sequence[Tensor]) -> Totals:
-        tokens = nn.utils.rnn.pad_sequence([*samples], batch_first=True)
-        labels = nn.utils.rnn.pad_sequence([*samples], batch_first=True, padding_value=-100)
-        labels = F.pad(labels[:, 1:], (0, 1), value=-100)
-        target_tokens = int((labels != -100).sum())
-        tokens, labels = tokens.to(device()), labels.to(device())
-        logits = model(tokens)
-        with loss_parallel() if isinstance(logits, DTensor) else nullcontext():
-            mean = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100)
-            loss = mean * target_tokens
-            loss.backward()
-        loss = loss.full_tensor() if isinstance(loss, DTensor) else loss
-        return Totals(loss.detach(), target_tokens)
-
-    return [model], forward_backward

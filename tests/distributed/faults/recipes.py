@@ -1,8 +1,6 @@
 """Whole steps of DPO and PPO in their recipes, with out-of-memory errors in one stage."""
 
 import tempfile
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,7 +11,8 @@ import torch.distributed as dist
 from omegaconf import DictConfig
 from torch import Tensor
 
-from tests.distributed.faults.fault_variants import Scenario, fail_there, operations_of, ways_to_fail
+from tests.distributed.faults.bench import fail_there, operations_of
+from tests.distributed.faults.scenarios import ON_PAIRS, Scenario
 from tests.distributed.models import computes, device
 from tests.fault_injection import FaultInjector
 from tests.recipes.ppo.rollouts import ppo_config
@@ -21,49 +20,12 @@ from tests.recipes.running import demo_config, load_ours
 from torchtune_adaptive.engine.limits import RowLimit
 from torchtune_adaptive.engine.step import StepRunner
 from torchtune_adaptive.rl import generation
-from torchtune_adaptive.rl.stages import STAGES
 from torchtune_adaptive.tune import distributed
-from torchtune_adaptive.tune.preference import POLICY, REFERENCE, REFERENCE_LOG_PROBS, figures_of
+from torchtune_adaptive.tune.preference import REFERENCE_LOG_PROBS, figures_of
 
 SAMPLES, STEP = 4, 1
 """Samples of a rank in a step; all steps use the same step number."""
-ON_PAIRS = ("full_dpo", "lora_dpo")
-KINDS = {**dict.fromkeys(ON_PAIRS, (REFERENCE, POLICY)), "full_ppo": STAGES}
 SIZES = ("num_layers=1", "embed_dim=32")
-GATHERED = ("fsdp_reshard_after_forward=False",)
-WAYS_OF_PAIRS: dict[str, dict[str, Any]] = {
-    "no reshard from the first pass on": {"overrides": GATHERED, "first_pass": True},
-    "without padding": {"overrides": ("adaptive.token_budget=1000", "adaptive.deal=False")},
-    "full checkpointing": {"overrides": ("enable_activation_checkpointing=True",)},
-    "two of three": {"world_size": 3, "failing": (0, 2)},
-    "hybrid": {"overrides": ("data_parallel_replicate_dim=2",), "world_size": 4},
-}
-
-
-@dataclass(frozen=True)
-class RecipeCase(Scenario):
-    """The stage that runs out of memory."""
-
-    kind: str
-    stage: str
-    overrides: tuple[str, ...] = ()
-
-    def bench(self) -> "RecipeBench":
-        """Collective: return the bench for this case."""
-        return RecipeBench(self)
-
-
-def cases() -> Iterator[RecipeCase]:
-    """Yield a case for every stage, then its variants, which try fewer operations."""
-    for kind, stages in KINDS.items():
-        for stage in stages:
-            plain = RecipeCase(f"recipes, {kind}, {stage}", kind, stage)
-            yield plain
-            others = {"no reshard": {"overrides": GATHERED}, **(WAYS_OF_PAIRS if kind in ON_PAIRS else {})}
-            yield from (replace(way, stride=max(17, way.stride)) for way in ways_to_fail(plain, others))
-
-
-RECIPE_CASES = tuple(cases())
 
 
 def config_of(kind: str, folder: Path, *overrides: str) -> DictConfig:
@@ -129,14 +91,14 @@ class Stepped(NamedTuple):
 class RecipeBench:
     """Collective: a recipe that repeats its first step."""
 
-    def __init__(self, case: RecipeCase) -> None:
+    def __init__(self, case: Scenario) -> None:
         self.case = case
         self._build()
 
     def _build(self) -> None:
         """Collective: build the recipe or reuse it."""
         case, make = self.case, build if self.case.first_pass else build_once
-        self.recipe, self._fresh = make(case.kind, case.overrides)
+        self.recipe, self._fresh = make(case.model.kind, case.model.overrides)
         self.stages = self.recipe.stages
         self.runners = runners_of(self.recipe)
         dataset = self.recipe.loop.data.dataset
@@ -151,14 +113,14 @@ class RecipeBench:
         for name, runner in self.runners.items():
             runner.load_state_dict(self._fresh[name])
             runner.use_limit(RowLimit(self.case.rows))
-        self.runners[self.case.stage].use_limit(RowLimit(rows))
+        self.runners[self.case.model.stage].use_limit(RowLimit(rows))
 
     def _run(self) -> Stepped:
         """Collective: run the step from the same weights with the same random numbers."""
         for shard, weight in zip(self._shards(), self._weights, strict=True):
             shard.copy_(weight)
         torch.manual_seed(7 + dist.get_rank())
-        if self.case.kind not in ON_PAIRS:
+        if self.case.model.kind not in ON_PAIRS:
             figures = self.recipe.iterate(self.samples, STEP)
             return Stepped([shard.clone() for shard in self._shards()], figures, torch.get_rng_state())
         pairs, model = [dict(pair) for pair in self.samples], self.recipe.loop.model
@@ -186,7 +148,7 @@ class RecipeBench:
         if self.case.first_pass:
             self.recipe.loop.stages.training.close()
             self._build()
-        runner: StepRunner[Any] = self.runners[self.case.stage]
+        runner: StepRunner[Any] = self.runners[self.case.model.stage]
         return runner
 
     def warm_up(self, runner: StepRunner[Any], place: int = 0) -> None:

@@ -1,50 +1,22 @@
-"""The table of cases, and the sweep: run out of memory at every operation of a step, and compare the gradients.
+"""The sweep: run out of memory at every operation of a step, and compare the gradients.
 
-`make faults` tries all cases on gloo, `make test-nccl` those that a null device can run.
+`make faults` tries all scenarios on gloo, `make test-nccl` those that a null device can run.
 """
 
 import gc
 import logging
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from importlib import import_module
-from importlib.util import find_spec
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
-from tests.distributed.faults.fault_variants import Scenario, over_ranks
-from tests.distributed.faults.finetuning import CASES, Case
-from tests.distributed.faults.meshes import MESH_CASES, TORCHTITAN_CASES, MeshCase
-from tests.distributed.faults.recipes import RECIPE_CASES, RecipeCase
+import torch
+
+from tests.distributed.faults.bench import Bench, over_ranks
+from tests.distributed.faults.recipes import RecipeBench
+from tests.distributed.faults.scenarios import RecipeStage, Scenario, TrainerRun
 from tests.distributed.models import computes
 from tests.ranks import RankFailed, RanksHung, run_on_ranks
-
-
-@dataclass(frozen=True)
-class TrainerCase(Scenario):
-    """Training by transformers' Trainer, in which the ranks fail in turn."""
-
-    sharded: bool = True
-
-
-AnyCase: TypeAlias = Case | MeshCase | RecipeCase | TrainerCase
-
-TRAINER_CASES = (
-    TrainerCase("Trainer, FSDP2"),
-    TrainerCase("Trainer, FSDP2, 3 ranks", world_size=3, stride=5),
-    TrainerCase("Trainer, DDP", sharded=False, stride=2),
-)
-ALL_CASES: dict[str, AnyCase] = {
-    case.name: case
-    for case in (
-        *CASES,
-        *MESH_CASES,
-        *RECIPE_CASES,
-        *TRAINER_CASES,
-        *(TORCHTITAN_CASES if find_spec("torchtitan") else ()),
-    )
-}
-"""By name."""
 
 
 class Outcome(NamedTuple):
@@ -65,15 +37,17 @@ FIGURES = ("injected", "recovered", "hung", "wrong gradient")
 """Names of the fields of an outcome in records of results."""
 
 
-def sweep(case: AnyCase, at_most: int = sys.maxsize, only_collectives: bool = False, shift: int = 0) -> Outcome:
+def sweep(case: Scenario, at_most: int = sys.maxsize, only_collectives: bool = False, shift: int = 0) -> Outcome:
     """Collective: try every operation of a step, `at_most` evenly spread ones, or only those around collectives.
 
     On a null device, which computes no gradients, they are not compared.
     """
     logging.disable(logging.WARNING)  # the runner reports every recovery
-    if isinstance(case, TrainerCase):
-        return Outcome(*import_module("tests.hf.faults").sweep(case, at_most, shift))
-    bench = case.bench()
+    if isinstance(case.model, TrainerRun):
+        return Outcome(*import_module("tests.hf.trainers").sweep(case, at_most, shift))
+    # new memory is filled with NaN: a rank that fails in its first pass must not compute with it
+    torch.use_deterministic_algorithms(case.first_pass and computes(), warn_only=True)
+    bench = RecipeBench(case) if isinstance(case.model, RecipeStage) else Bench(case)
     expected = {rows: bench.undisturbed(rows) for rows in (4, 2, 1)} if computes() else {}
     places = _places(bench.operations(), case.stride, at_most, only_collectives, shift)
     runner = bench.new_runner()

@@ -1,8 +1,7 @@
-"""A step recovers from an out-of-memory error. `python -m tests.distributed.faults` tries every operation."""
+"""What a recovery leaves behind: memory, gradients, parameters and a log line. test_sweeps.py compares the steps."""
 
 import gc
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -10,9 +9,8 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.captured_logs import captured_log
-from tests.distributed.faults.fault_variants import as_dtensor_does
-from tests.distributed.faults.finetuning import CASES, Case
-from tests.distributed.faults.sweeps import sweep
+from tests.distributed.faults.bench import Bench
+from tests.distributed.faults.scenarios import SCENARIOS
 from tests.distributed.models import (
     ModelConfig,
     build,
@@ -29,59 +27,6 @@ from torchtune_adaptive.engine.collectives import CollectiveLedger
 from torchtune_adaptive.engine.memory import MemoryMeter
 from torchtune_adaptive.engine.recovery import Recovery
 from torchtune_adaptive.engine.results import Totals
-
-SAMPLED = 6  # operations of a step, in forward, loss, backward and recomputation
-SAMPLED_NAMES = {
-    *("plain", "plain, 3 ranks, two fail", "fails in the retry too", "fails in the drain too", "first pass", "lora"),
-    *("full checkpointing", "selective checkpointing", "lora, full checkpointing", "no reshard after forward", "bf16"),
-    *("without padding", "without padding, fails in the drain too", "with a frozen model", "offloaded"),
-    *("hybrid", "hybrid, fails in the drain too", "head in chunks, hybrid"),
-    *("reduce once", "reduce once, fails in the drain too", "reduce once, head in chunks"),
-    *("whole", "whole, both ranks fail", "whole, 3 ranks, two fail", "whole, fails in the drain too"),
-    *("whole, fails in the retry too", "whole, lora, full checkpointing"),
-}
-"""Cases that differ in communication and stored tensors, and a few that differ in failing ranks."""
-SAMPLED_CASES = [case for case in CASES if case.name in SAMPLED_NAMES]
-
-
-@pytest.mark.smoke(
-    "plain",
-    "reduce_once",
-    "fails_in_the_drain_too",
-    "plain-3_ranks-two_fail",
-    "lora-full_checkpointing",
-    "without_padding",
-    "hybrid",
-    "with_a_frozen_model",
-    "offloaded",
-    "whole",
-    "whole-3_ranks-two_fail",
-)
-@pytest.mark.parametrize("case", SAMPLED_CASES, ids=lambda case: case.name.replace(", ", "-").replace(" ", "_"))
-def test_gradient_after_recovery_is_bitwise_that_of_plain_fsdp(case: Case):
-    sampled = SAMPLED // 2 if case.world_size > 3 else SAMPLED
-    for outcome in run_on_ranks(case.world_size, sweep, case, sampled, timeout_s=120):
-        assert outcome == (sampled, sampled, 0, 0)
-
-
-def as_a_driver_does(_: str) -> Exception:
-    return RuntimeError("CUDA driver error: out of memory")
-
-
-@pytest.mark.parametrize("error", [as_a_driver_does, as_dtensor_does])
-def test_all_kinds_of_oom_errors_are_recovered(error: Callable[[str], Exception]):
-    """tests/unit/engine/test_oom.py lists other kinds."""
-    for outcome in run_on_ranks(2, sweep, Case("", error=error), 3, timeout_s=120):
-        assert outcome == (3, 3, 0, 0)
-
-
-@pytest.mark.smoke("hybrid")
-@pytest.mark.parametrize("name", ["first pass", "hybrid"])
-def test_collective_may_fail_before_and_after_peers_match_it(name: str):
-    case = next(case for case in CASES if case.name == name)
-    outcome, *_ = run_on_ranks(case.world_size, sweep, case, sys.maxsize, True, timeout_s=120)
-    assert outcome.injected > 40
-    assert outcome == (outcome.injected, outcome.injected, 0, 0)
 
 
 def recover_after_evaluation() -> tuple[int, bool]:
@@ -205,7 +150,7 @@ def test_recovery_is_one_log_line_on_rank_0(failing: tuple[int, ...], who: str):
 
 
 def operations_that_copy() -> tuple[int, int]:
-    plain, offloaded = (Case("", ModelConfig(dropout=0.0, offload=offload)).bench() for offload in (False, True))
+    plain, offloaded = (Bench(SCENARIOS[name]) for name in ("plain", "offloaded"))
     return tuple(sum(name.startswith("aten.clone") for name in bench.operations()) for bench in (plain, offloaded))
 
 

@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tests.distributed.faults.meshes import MeshCase, parts_of, tensor_parallel
+from tests.distributed.faults.meshes import OnMesh, tensor_parallel
 from tests.distributed.models import VOCABULARY, Gradients, gradients_equal, gradients_of, runner_of
 from tests.ranks import run_on_ranks
 from torchtune_adaptive.engine.limits import Limit, RowLimit
@@ -19,22 +19,19 @@ ROOM_BYTES = 150_000
 """Memory of the last rank, in addition to the model: enough for three or four rows of 16 tokens. Others have more."""
 STRATEGIES = ("linear", "decrease", "profile")
 """`profile` measures a limit by length."""
-CASES = {
-    "tensor parallel": MeshCase("tensor parallel", tensor_parallel),
-    "tensor parallel and sharded": MeshCase("tensor parallel and sharded", tensor_parallel, world_size=4),
-}
+RANKS = {"tensor parallel": 2, "tensor parallel and sharded": 4}
 
 
-def samples_here(case: MeshCase) -> list[Tensor]:
-    data_rank = dist.get_rank() // case.shared_by
+def samples_here() -> list[Tensor]:
+    data_rank = dist.get_rank() // 2
     generator = torch.Generator().manual_seed(data_rank)
     return [torch.randint(0, VOCABULARY, (length,), generator=generator) for length in LENGTHS[data_rank]]
 
 
-def train(case: MeshCase, limit: Limit | None, strategy: str = "") -> tuple[Limit, StepResult, Gradients]:
+def train(limit: Limit | None, strategy: str = "") -> tuple[Limit, StepResult, Gradients]:
     """Collective: run a step under the given limit, or under the one that a search finds."""
     with MemoryMeter() as meter:
-        (model,), forward_backward = parts_of(case)
+        (model,), forward_backward = OnMesh(tensor_parallel).parts()
         runner = runner_of(model, limit or 1, forward_backward)
         if limit is None:
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -47,7 +44,7 @@ def train(case: MeshCase, limit: Limit | None, strategy: str = "") -> tuple[Limi
             )
             limit = searched(step, strategy, meter)
             runner.use_limit(limit)
-    result = runner.run(samples_here(case), step=1)
+    result = runner.run(samples_here(), step=1)
     runner.close()
     return limit, result, gradients_of(model)
 
@@ -62,20 +59,20 @@ def searched(step: TrainingStep[Tensor], strategy: str, meter: MemoryMeter) -> L
     return RowLimit(found.rows)
 
 
-def compare(case: MeshCase) -> list[tuple[str, int, bool]]:
+def compare() -> list[tuple[str, int, bool]]:
     """Collective: by strategy, return the limit, the microbatches, and whether samples and gradients are equal."""
     compared = []
     for strategy in STRATEGIES:
-        limit, result, gradients = train(case, None, strategy)
-        _, expected, expected_gradients = train(case, limit)
+        limit, result, gradients = train(None, strategy)
+        _, expected, expected_gradients = train(limit)
         samples_equal = (result.load, result.loss_sum) == (expected.load, expected.loss_sum)
         equal = samples_equal and gradients_equal(gradients, expected_gradients)
         compared.append((str(limit), result.microbatches, equal))
     return compared
 
 
-@pytest.mark.parametrize("name", CASES, ids=lambda name: name.replace(" ", "_"))
+@pytest.mark.parametrize("name", RANKS, ids=lambda name: name.replace(" ", "_"))
 def test_step_after_a_search_has_the_samples_and_gradients_of_a_step_under_its_limit(name: str):
-    first, *others = run_on_ranks(CASES[name].world_size, compare, CASES[name], timeout_s=120)
+    first, *others = run_on_ranks(RANKS[name], compare, timeout_s=120)
     assert others == [first] * len(others), "ranks found different limits"
     assert all(1 < microbatches < len(LENGTHS[0]) and equal for _, microbatches, equal in first), first

@@ -22,7 +22,7 @@ from tests.distributed.models import (
 )
 from tests.fault_injection import FaultInjector
 from tests.ranks import RankFailed, run_on_ranks
-from torchtune_adaptive.engine.limits import Limit, RowLimit, Surface, SurfaceLimit, TokenLimit
+from torchtune_adaptive.engine.limits import Limit, Surface, SurfaceLimit, TokenLimit
 from torchtune_adaptive.engine.plans import SampleKind
 from torchtune_adaptive.engine.results import Totals
 from torchtune_adaptive.engine.step import StepRunner
@@ -59,25 +59,40 @@ def close(left: Gradients, right: Gradients) -> bool:
     return all(torch.allclose(left[name], right[name], rtol=1e-5, atol=1e-5) for name in left)
 
 
-def step_by_rows_and_by_length() -> list[int]:
-    """Return the microbatches on this rank under each limit, padded and joined."""
-    found = []
-    by_rows = build(PLAIN)
-    expected = runner_of(by_rows, RowLimit(2)).run(samples_here(), step=0)
+FEW = [[9], [30, 29, 31, 28], [12, 14]]
+"""Ranks 0 and 2 have fewer samples than rank 1 needs microbatches."""
+
+
+def step_by_length(lengths: list[list[int]]) -> tuple[list[int], list[bool]]:
+    """Return the microbatches on this rank under each limit, padded and joined, and whether figures and gradients equal
+    those of plain FSDP."""
+    reference, samples = build(PLAIN), samples_here(0, lengths)
+    forward_backward, plain = forward_backward_of(reference), []
+    for index in range(max(map(len, lengths[: dist.get_world_size()]))):
+        if index < len(samples):
+            plain.append(forward_backward(samples[index : index + 1]))
+        else:  # the same collectives on all ranks, with a loss of zero if no sample remains
+            (reference(samples[0][None]).sum() * 0.0).backward()
+    totals = torch.tensor([sum(float(each.loss_sum) for each in plain), sum(each.target_tokens for each in plain)])
+    dist.all_reduce(totals)
+    microbatches, equal = [], []
     for limit, joined in itertools.product((TokenLimit(32), SURFACE), (False, True)):
         by_length = build(PLAIN)
-        result = runner_of(by_length, limit, joined=joined).run(samples_here(), step=0)
-        assert result.target_tokens == expected.target_tokens
-        assert result.loss_sum.item() == pytest.approx(expected.loss_sum.item(), rel=1e-5)
-        assert close(gradients_of(by_length), gradients_of(by_rows)), (limit, joined)
-        found.append(result.microbatches)
-    return found
+        result = runner_of(by_length, limit, joined=joined).run(samples, step=0)
+        figures = torch.tensor([float(result.loss_sum), result.target_tokens])
+        same = torch.allclose(figures, totals, rtol=1e-5)
+        equal.append(same and close(gradients_of(by_length), gradients_of(reference)))
+        microbatches.append(result.microbatches)
+    return microbatches, equal
 
 
+@pytest.mark.parametrize("lengths", [LENGTHS, FEW], ids=["equal numbers", "empty microbatches"])
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_gradient_under_a_token_limit_equals_that_under_a_row_limit(world_size: int):
-    by_rank = run_on_ranks(world_size, step_by_rows_and_by_length)
-    assert by_rank == by_rank[:1] * world_size
+def test_gradient_under_a_limit_by_length_is_that_of_plain_fsdp(world_size: int, lengths: list[list[int]]) -> None:
+    first, *others = run_on_ranks(world_size, step_by_length, lengths)
+    assert others == [first] * (world_size - 1)
+    assert first[0][0] == 4
+    assert all(first[1])
 
 
 def reductions_of_steps(announced: bool) -> list[int]:
@@ -132,31 +147,6 @@ def test_recovered_step_and_the_next_announced_step_use_the_smaller_limit(world_
     limits = run_on_ranks(world_size, recover_everywhere, joined)
     assert limits == limits[:1] * world_size
     assert {*limits[0]} <= {"32 tokens", "16 tokens"}
-
-
-FEW = [[9], [30, 29, 31, 28], [12, 14]]
-"""Ranks 0 and 2 have fewer samples than rank 1 needs microbatches."""
-
-
-def fill_up() -> tuple[int, int, bool]:
-    """Return microbatches, target tokens, and whether the gradient equals that of all samples in one process."""
-    model = build(PLAIN)
-    result = runner_of(model, TokenLimit(32)).run(samples_here(0, FEW), step=0)
-    reference = build(PLAIN)
-    forward_backward = forward_backward_of(reference)
-    samples = samples_here(0, FEW)
-    for index in range(4):  # the same collectives on all ranks, with a loss of zero if no sample remains
-        if index < len(samples):
-            forward_backward(samples[index : index + 1])
-        else:
-            (reference(samples[0][None]).sum() * 0.0).backward()
-    return result.microbatches, result.target_tokens, close(gradients_of(model), gradients_of(reference))
-
-
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_empty_microbatch_neither_changes_gradients_nor_hangs(world_size: int):
-    tokens = sum(length - 1 for lengths in FEW[:world_size] for length in lengths)
-    assert run_on_ranks(world_size, fill_up) == [(4, tokens, True)] * world_size
 
 
 def run_masked(rank_without_labels: int) -> tuple[int, bool, bool]:

@@ -100,42 +100,39 @@ def in_full(local: Any) -> Tensor:
     return local.dequantize() if wraps_tensors(type(local)) else local
 
 
-def save_all(kinds: list[str], folder: Path) -> set[bool]:
-    return set().union(*(save(kind, folder / kind) for kind in kinds))
+def save_all(kinds: list[str], folder: Path, mesh: str) -> set[bool]:
+    return set().union(*(save(kind, folder / kind, mesh) for kind in kinds))
 
 
-def load_all(kinds: list[str], folder: Path) -> dict[str, tuple[bool, float]]:
-    return {kind: load_anew(kind, folder / kind) for kind in kinds}
+def load_all(kinds: list[str], folder: Path, mesh: str) -> dict[str, tuple[bool, float]]:
+    return {kind: load_anew(kind, folder / kind, mesh) for kind in kinds}
 
 
-OTHERS = {1: [2], 2: [1, 3], 3: [1, 2]}
+SAVED = [
+    (1, ONE_DIMENSION, ["8 bits"], [(2, ONE_DIMENSION)]),
+    (2, ONE_DIMENSION, [*OPTIMIZERS], [(1, ONE_DIMENSION), (3, ONE_DIMENSION)]),
+    (3, ONE_DIMENSION, [*OPTIMIZERS], [(1, ONE_DIMENSION), (2, ONE_DIMENSION)]),
+    (4, REPLICAS, ["8 bits"], []),
+    *(
+        (ranks, TENSOR_PARALLEL, ["8 bits"], [(6 - ranks, TENSOR_PARALLEL), (2, ONE_DIMENSION), (1, ONE_DIMENSION)])
+        for ranks in (2, 4)
+    ),
+]
+"""Ranks, mesh and optimizers, and other ranks and meshes that load their state."""
 
 
-@pytest.mark.parametrize("ranks", OTHERS)
-def test_loading_on_the_same_ranks_keeps_bits_and_on_others_keeps_values(ranks: int, tmp_path: Path) -> None:
-    kinds = ["8 bits"] if ranks == 1 else [*OPTIMIZERS]
-    in_few_bits = set().union(*run_on_ranks(ranks, save_all, kinds, tmp_path, timeout_s=120))
-    assert ranks == 1 or in_few_bits == {True, False}
-    for again in (ranks, *OTHERS[ranks]):
-        for found in run_on_ranks(again, load_all, kinds, tmp_path, timeout_s=120):
+@pytest.mark.parametrize(("ranks", "mesh", "kinds", "others"), SAVED)
+def test_loading_on_the_same_ranks_keeps_bits_and_on_others_keeps_values(
+    ranks: int, mesh: str, kinds: list[str], others: list[tuple[int, str]], tmp_path: Path
+) -> None:
+    in_few_bits = set().union(*run_on_ranks(ranks, save_all, kinds, tmp_path, mesh, timeout_s=120))
+    assert mesh or ranks == 1 or in_few_bits == {True, False}
+    for loading, other_mesh in ((ranks, mesh), *others):
+        for found in run_on_ranks(loading, load_all, kinds, tmp_path, other_mesh, timeout_s=120):
             for kind, (same, apart) in found.items():
-                assert same if again == ranks else apart < ERRORS[kind], (kind, again)
-
-
-def test_only_one_replica_is_saved(tmp_path: Path) -> None:
-    run_on_ranks(4, save, "8 bits", tmp_path / "state.pt", REPLICAS, timeout_s=120)
-    state = torch.load(tmp_path / "state.pt", weights_only=True)["state"]
-    shards = state["0.weight"]["exp_avg"][SHARDS]
-    assert [(begin, tuple(shard.shape)) for begin, shard in shards] == [((0, 0), (192, 64)), ((192, 0), (192, 64))]
-    assert all(same for same, _ in run_on_ranks(4, load_anew, "8 bits", tmp_path / "state.pt", REPLICAS, timeout_s=120))
-
-
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_tensor_parallel_loading_keeps_bits_on_the_same_ranks_and_values_on_others(ranks: int, tmp_path: Path) -> None:
-    path, timeout_s = tmp_path / "state.pt", 120
-    run_on_ranks(ranks, save, "8 bits", path, TENSOR_PARALLEL, timeout_s=timeout_s)
-    again = run_on_ranks(ranks, load_anew, "8 bits", path, TENSOR_PARALLEL, timeout_s=timeout_s)
-    assert all(same for same, _ in again)
-    for others, mesh in ((6 - ranks, TENSOR_PARALLEL), (2, ONE_DIMENSION), (1, ONE_DIMENSION)):
-        for _, apart in run_on_ranks(others, load_anew, "8 bits", path, mesh, timeout_s=timeout_s):
-            assert apart < ERRORS["8 bits"], (others, mesh)
+                is_equal = (loading, other_mesh) == (ranks, mesh)
+                assert same if is_equal else apart < ERRORS[kind], (kind, loading, other_mesh)
+    if mesh == REPLICAS:  # only one replica is saved
+        state = torch.load(tmp_path / "8 bits", weights_only=True)["state"]
+        shards = state["0.weight"]["exp_avg"][SHARDS]
+        assert [(begin, tuple(shard.shape)) for begin, shard in shards] == [((0, 0), (192, 64)), ((192, 0), (192, 64))]

@@ -1,5 +1,6 @@
 """Collectives of a step without failures."""
 
+import time
 from collections import Counter
 
 import pytest
@@ -9,6 +10,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from tests.captured_logs import captured_log
 from tests.distributed.count_collectives import ALL_REDUCE, REDUCE_SCATTER, CountCollectives
+from tests.distributed.faults.meshes import OnMesh, tensor_parallel
 from tests.distributed.models import (
     ModelConfig,
     build,
@@ -20,6 +22,7 @@ from tests.distributed.models import (
 )
 from tests.fault_injection import FaultInjector
 from tests.ranks import run_on_ranks
+from torchtune_adaptive.engine.ranks import LATE_S
 from torchtune_adaptive.engine.recovery import Recovery
 
 Figures = tuple[float, float]
@@ -141,3 +144,30 @@ def test_gradients_are_reduced_once_per_step_while_memory_allows(room_for_gradie
         assert scatters == [every, every, once, once, once + every, every]
         assert in_every == [True, True, False, False, True, True]
         assert in_last[2:4] == [True, True]
+
+
+LATE = {
+    "whole": (ModelConfig(sharded=False), 2),
+    "hybrid": (ModelConfig(replicas=2), 4),
+    "tensor parallel and replicas": (OnMesh(tensor_parallel, replicas=2), 4),
+}
+
+
+def change_a_step_with_a_late_rank(name: str) -> tuple[int, int]:
+    """Collective: run two steps in which the last rank is late; the second step has fewer samples.
+
+    Replicas take part in no common collective before the last microbatch.
+    """
+    [model], train = LATE[name][0].parts()
+    runner = runner_of(model, 2, train)
+    for step, count in enumerate((6, 4)):
+        time.sleep(LATE_S + 1 if dist.get_rank() == dist.get_world_size() - 1 else 0)
+        trained = runner.run([torch.arange(8)] * count, step=step).target_tokens
+        model.zero_grad(set_to_none=True)
+    return trained, runner.recoveries
+
+
+@pytest.mark.parametrize("name", LATE)
+def test_late_rank_is_not_mistaken_for_one_with_different_samples(name: str) -> None:
+    ranks = LATE[name][1]
+    assert run_on_ranks(ranks, change_a_step_with_a_late_rank, name, timeout_s=30) == [(ranks * 4 * 7, 0)] * ranks

@@ -1,7 +1,6 @@
 """Ranks that hold whole models: gradients are averaged once per step, in buckets."""
 
 import copy
-import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -18,10 +17,9 @@ from tests.ranks import run_on_ranks
 from torchtune_adaptive.engine import buckets
 from torchtune_adaptive.engine.limits import RowLimit
 from torchtune_adaptive.engine.plans import SampleKind
-from torchtune_adaptive.engine.ranks import LATE_S, message_counters
+from torchtune_adaptive.engine.ranks import message_counters
 from torchtune_adaptive.engine.results import Totals
 from torchtune_adaptive.engine.step import StepRunner
-from torchtune_adaptive.errors import UnrecoverableError
 
 KIND = SampleKind(length_of=len, filler=lambda sample: sample[:2])
 SAMPLES = 6
@@ -270,32 +268,6 @@ def communicate_in_microbatches() -> tuple[bool, int]:
 
 def test_communicating_microbatches_are_not_repeated() -> None:
     assert run_on_ranks(2, communicate_in_microbatches) == [(False, 0)] * 2
-
-
-def late_by(seconds: float, unlike: bool) -> str:
-    """Collective: run two steps of whole models with different numbers of samples; one rank is late."""
-    model = TwoHeads()
-    if unlike:
-        model.odd.weight.data += dist.get_rank()
-    runner = runner_of(model)
-    try:
-        for step, count in enumerate((6, 4)):
-            time.sleep(seconds * dist.get_rank())
-            runner.run(samples_of(dist.get_rank())[:count], step=step)
-            model.zero_grad()
-    except UnrecoverableError as error:
-        return str(error)
-    return ""
-
-
-def test_late_rank_is_not_mistaken_for_one_with_different_samples() -> None:
-    assert run_on_ranks(2, late_by, LATE_S + 1, False) == ["", ""]
-
-
-def test_whole_models_with_different_weights_are_refused_on_all_ranks() -> None:
-    first, second = run_on_ranks(2, late_by, 0.0, True)
-    assert first == second
-    assert first.startswith("the weights on rank 1 differ from those on rank 0")
 
 
 def error_with_unusual_strides(rank_with_a_fault: int) -> tuple[int, float]:

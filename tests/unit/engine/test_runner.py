@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.distributed.faults.fault_variants import as_dtensor_does
+from tests.distributed.faults.scenarios import as_dtensor_does
 from tests.fake_memory import FakeMemory
 from tests.fault_injection import FaultInjector
 from torchtune_adaptive.engine.governor import EXHAUSTED, RECOVERY

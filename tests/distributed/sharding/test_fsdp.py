@@ -1,7 +1,6 @@
-"""Hybrid sharding (shards within a node, replicas across nodes) in loops without torchtune."""
+"""FSDP2, hybrid sharding and replicas in loops without torchtune, with options other than `fully_shard(module)`."""
 
 import itertools
-import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import cache
@@ -18,12 +17,11 @@ from torch.distributed.tensor import DTensor
 
 from tests.distributed import models
 from tests.distributed.count_collectives import ALL_REDUCE, CountCollectives
-from tests.distributed.faults.fault_variants import over_ranks
+from tests.distributed.faults.bench import over_ranks
 from tests.distributed.models import mesh_of, samples_of
 from tests.fault_injection import FaultInjector, wrapping_passes
 from tests.ranks import run_on_ranks
-from torchtune_adaptive.engine.ranks import LATE_S
-from torchtune_adaptive.engine.recovery import Recovery
+from torchtune_adaptive.engine.fsdp import exchanges_activations
 from torchtune_adaptive.engine.results import Totals
 from torchtune_adaptive.engine.step import StepRunner
 from torchtune_adaptive.errors import UnrecoverableError
@@ -40,6 +38,12 @@ def plain_model(seed: int = 1) -> nn.Module:
 def sharded_in_nodes(model: nn.Module) -> nn.Module:
     for module in (*model, model):
         fully_shard(module, mesh=mesh_of(2))
+    return model
+
+
+def sharded(model: nn.Module) -> nn.Module:
+    for module in (*model, model):
+        fully_shard(module, mesh=mesh_of())
     return model
 
 
@@ -91,18 +95,6 @@ def run_out(runner: StepRunner[Tensor], operation: int, *, step: int = 1, failin
     assert error.item() < 1e-5
 
 
-def recover_with_replicas() -> None:
-    for rows, failing, operation in itertools.product((4, 8), (1, 2), (3, 40, 90, 140, 170)):
-        runner = runner_of(replicated(plain_model()), rows)
-        run_out(runner, operation, failing=failing)
-        runner.close()
-
-
-def test_loop_with_replicas_recovers_the_gradients_of_one_process():
-    """tests/distributed/faults and test_fsdp_options.py test hybrid sharding."""
-    run_on_ranks(4, recover_with_replicas, timeout_s=60)
-
-
 def sums_over_replicas(rows: int) -> int:
     runner = runner_of(sharded_in_nodes(plain_model()), rows)
     runner.run(samples_of(dist.get_rank(), SAMPLES), step=0)  # the first step also compares replicas
@@ -115,56 +107,6 @@ def sums_over_replicas(rows: int) -> int:
 def test_replicas_reduce_gradients_once_per_step():
     [whole, *_], [split, *_] = (run_on_ranks(4, sums_over_replicas, rows) for rows in (SAMPLES, 1))
     assert split == whole > 1  # one of them is the agreement
-
-
-def refusal_of(runner: StepRunner[Tensor]) -> str:
-    """Collective: return the error of the first step, or an empty string."""
-    try:
-        runner.run(samples_of(dist.get_rank(), 2), step=1)
-    except UnrecoverableError as error:
-        return str(error)
-    return ""
-
-
-def step_of_unlike_replicas(spread: Callable[[nn.Module], nn.Module]) -> str:
-    return refusal_of(runner_of(spread(plain_model(seed=dist.get_rank() // 2))))
-
-
-@pytest.mark.parametrize("spread", [sharded_in_nodes, replicated])
-def test_replicas_with_different_weights_are_refused_on_all_ranks(spread: Callable):
-    messages = run_on_ranks(4, step_of_unlike_replicas, spread)
-    assert messages == messages[:1] * 4
-    assert messages[0].startswith("the weights on rank 2 differ from those on rank 0, which holds the same shard")
-
-
-def step_with_another_mesh(alike: bool) -> str:
-    """Use a hybrid-sharded policy and a frozen model with one replica per rank."""
-    frozen = replicated(plain_model(seed=1 if alike else dist.get_rank() // 3))
-    policy = sharded_in_nodes(plain_model())
-    return refusal_of(models.runner_of(policy, 4, recovery=Recovery(policy, frozen)))
-
-
-def test_each_model_is_compared_among_its_replicas():
-    assert run_on_ranks(4, step_with_another_mesh, True) == [""] * 4
-    for message in run_on_ranks(4, step_with_another_mesh, False):
-        assert message.startswith("the weights on rank 3 differ from those on rank 0, which holds the same shard")
-
-
-def run_late(count: int) -> int:
-    """Collective: run two steps in which the last rank is late; the second step has fewer samples.
-
-    Only its node waits for it in the first of two microbatches.
-    """
-    runner = runner_of(sharded_in_nodes(plain_model()), rows=2)
-    for step, samples in enumerate((SAMPLES, count)):
-        time.sleep(LATE_S + 1 if dist.get_rank() == 3 else 0)
-        runner.run(samples_of(dist.get_rank(), samples), step=step)
-        runner.model.zero_grad()
-    return runner.recoveries
-
-
-def test_late_node_is_not_mistaken_for_one_with_different_samples() -> None:
-    assert run_on_ranks(4, run_late, SAMPLES // 2) == [0] * 4
 
 
 def break_off(spread: Callable[[nn.Module], nn.Module], microbatch: int) -> StepRunner[Tensor]:
@@ -199,24 +141,26 @@ def use_the_runner_after_that(runner: StepRunner[Tensor]) -> None:
     runner.run(samples_of(dist.get_rank(), SAMPLES), step=2)
 
 
-def next_gradients(spread: Callable[[nn.Module], nn.Module], next_use: Callable[[StepRunner[Tensor]], None]) -> float:
-    """Collective: return the largest gradient error after an aborted step, or without one."""
-    expected, worst = gradients_of_one_process(), 0.0
-    for microbatch in (None, 0, 2, 3):
-        runner = runner_of(spread(plain_model())) if microbatch is None else break_off(spread, microbatch)
-        next_use(runner)
-        worst = max(worst, (whole_gradients(runner.model) - expected).abs().max().item())
-    return worst
-
-
 USES = (use_the_model_after_the_runner, use_the_model_during_the_runner, use_the_runner_after_that)
 
 
-@pytest.mark.smoke("sharded_in_nodes-use_the_runner_after_that")
-@pytest.mark.parametrize("next_use", USES)
+def next_gradients(spread: Callable[[nn.Module], nn.Module]) -> dict[str, float]:
+    """Collective: return the gradient error after an aborted step, or without one, by use of the model."""
+    errors = {}
+    for next_use, microbatch in itertools.product(USES, (None, 0, 2, 3)):
+        runner = runner_of(spread(plain_model())) if microbatch is None else break_off(spread, microbatch)
+        next_use(runner)
+        difference = whole_gradients(runner.model) - gradients_of_one_process()
+        errors[f"{next_use.__name__}, {microbatch}"] = difference.abs().max().item()
+        runner.close()
+    return errors
+
+
+@pytest.mark.smoke("sharded_in_nodes")
 @pytest.mark.parametrize("spread", [sharded_in_nodes, replicated])
-def test_aborted_step_does_not_change_the_next_gradients(spread: Callable, next_use: Callable):
-    assert max(run_on_ranks(4, next_gradients, spread, next_use)) < 1e-3
+def test_aborted_step_does_not_change_the_next_gradients(spread: Callable):
+    for errors in run_on_ranks(4, next_gradients, spread):
+        assert max(errors.values()) < 1e-3, errors
 
 
 class SometimesTwoHeads(nn.Module):
@@ -258,3 +202,59 @@ def test_gradients_missing_from_the_last_microbatch_are_reduced_or_end_the_run()
         return
     assert outcomes == outcomes[:1] * 4
     assert outcomes[0].startswith("head: an earlier microbatch of this step produced gradients, but the last one")
+
+
+def exchange_with_weights_loaded_after_sharding() -> bool:
+    """Replace the parameters of a sharded model by others, as transformers does when it loads weights."""
+    model = sharded(plain_model())
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            setattr(module, name, nn.Parameter(parameter.detach().clone()))
+    return exchanges_activations(model)
+
+
+def test_weights_loaded_after_sharding_are_still_those_of_fsdp() -> None:
+    assert run_on_ranks(2, exchange_with_weights_loaded_after_sharding) == [False, False]
+
+
+def unfreeze() -> None:
+    """Freeze the first block in step 1, train it in step 2, and fail in step 2."""
+    model = sharded(plain_model())
+    model[1].requires_grad_(False)
+    runner = runner_of(model)
+    runner.run(samples_of(dist.get_rank(), SAMPLES), step=1)
+    model[1].requires_grad_(True)
+    model.zero_grad(set_to_none=True)
+    run_out(runner, 60, step=2)
+
+
+def test_layers_may_be_unfrozen_between_steps() -> None:
+    run_on_ranks(2, unfreeze)
+
+
+def skip_a_step() -> float:
+    """Skip a step of a loop that reduce-scatters gradients only in the last microbatch; return the next error."""
+
+    def accumulating(samples: Sequence[Tensor]) -> Totals:
+        number = next(numbers)
+        model.set_requires_gradient_sync(number % 4 == 3)
+        if number == 5:
+            raise ValueError("a loss that is no number")
+        loss = loss_of(model, samples)
+        loss.backward()
+        return Totals(loss.detach(), sum(map(len, samples)))
+
+    model, numbers = sharded(plain_model()), itertools.count()
+    runner, samples = models.runner_of(model, 2, accumulating), samples_of(dist.get_rank(), SAMPLES)
+    runner.run(samples, step=1)
+    expected = whole_gradients(model)
+    model.zero_grad(set_to_none=True)
+    with pytest.raises(ValueError, match="no number"):
+        runner.run(samples, step=2)
+    numbers = itertools.count()
+    runner.run(samples, step=3)
+    return ((whole_gradients(model) - expected).abs().max() / expected.abs().max()).item()
+
+
+def test_skipped_step_does_not_change_the_next_gradients() -> None:
+    assert max(run_on_ranks(2, skip_a_step)) < 1e-6

@@ -1,0 +1,158 @@
+"""Ghost passes: what they compute, and what they cost. test_sweeps.py tests that steps recover with them."""
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
+
+from tests.distributed.faults.bench import Bench
+from tests.distributed.faults.meshes import OnMesh, split_layers
+from tests.distributed.faults.scenarios import SCENARIOS
+from tests.distributed.models import gradients_equal, gradients_of, runner_of
+from tests.fault_injection import FaultInjector, wrapping_passes
+from tests.ranks import run_on_ranks
+from torchtune_adaptive.engine import ghost
+from torchtune_adaptive.engine.limits import RowLimit
+from torchtune_adaptive.engine.memory import MemoryMeter
+from torchtune_adaptive.engine.plans import SampleKind
+from torchtune_adaptive.engine.results import Totals
+from torchtune_adaptive.engine.step import StepRunner
+
+
+def runner_with(inside: Callable[[Tensor], Tensor], rows: int = 4) -> StepRunner[Tensor]:
+    """Collective: return a runner of a model under tensor parallelism."""
+    [model], train = OnMesh(partial(split_layers, inside)).parts()
+    return runner_of(model, rows, train)
+
+
+def samples() -> list[Tensor]:
+    return [torch.arange(start, start + 8) for start in range(4)]
+
+
+def gradients_with_a_cache() -> tuple[int, bool]:
+    """Collective: fail in the first pass of a layer that caches a tensor in it."""
+
+    def scaled(value: Tensor) -> Tensor:
+        if not hasattr(runner.model, "factor"):
+            runner.model.factor = torch.linspace(0, 1, value.shape[-1]).sin()
+        return value * runner.model.factor
+
+    runner = runner_with(scaled, rows=2)
+    runner.run(samples(), step=0)
+    expected = gradients_of(runner.model)
+    runner.close()
+    runner = runner_with(scaled)
+    with FaultInjector(runner).fail_at(rank=1, step=0, operation=2):
+        runner.run(samples(), step=0)
+    return runner.recoveries, gradients_equal(gradients_of(runner.model), expected)
+
+
+def test_tensor_cached_by_a_module_is_recomputed_with_data():
+    assert run_on_ranks(2, gradients_with_a_cache, timeout_s=20) == [(1, True)] * 2
+
+
+class Stored:
+    """A sample in which a stage stores a result."""
+
+    def __init__(self, value: Tensor) -> None:
+        self.value, self.reference = value, None
+
+
+def recover_in_a_stage_that_stores_results() -> int:
+    model = runner_with(torch.sin).model
+
+    def store(stored: Sequence[Stored]) -> Totals:
+        with torch.no_grad():
+            for each in stored:
+                each.reference = model(each.value[None])[0]
+        return Totals(torch.zeros(()), 0)
+
+    runner = StepRunner(model, store, limit=RowLimit(4), kind=SampleKind(length_of=lambda _: 1, filler=copy.copy))
+    stored = [*map(Stored, samples())]
+    with FaultInjector(runner).fail_at(rank=1, step=0, operation=30):
+        runner.run(stored, step=0)
+    expected = model(torch.stack([each.value for each in stored]))
+    torch.testing.assert_close(torch.stack([each.reference for each in stored]), expected)
+    return runner.recoveries
+
+
+def test_stage_that_stores_results_in_its_samples_recovers() -> None:
+    assert run_on_ranks(2, recover_in_a_stage_that_stores_results, timeout_s=20) == [1, 1]
+
+
+def close_the_first_of_two() -> int:
+    first, second = (runner_with(torch.sin) for _ in range(2))
+    first.close()
+    second.run(samples(), step=0)
+    patched = dist.ProcessGroup.allreduce
+    second.close()
+    return patched is not dist.ProcessGroup.allreduce
+
+
+def test_runners_may_be_closed_in_any_order() -> None:
+    stock = dist.ProcessGroup.allreduce
+    assert run_on_ranks(2, close_the_first_of_two, timeout_s=20) == [True, True]
+    assert dist.ProcessGroup.allreduce is stock
+
+
+def test_ghost_pass_counts_with_integers_and_masks_as_a_pass_does():
+    weights, choices, counts = torch.ones(3, 4), torch.tensor([[0], [0], [2]]), []
+
+    def run() -> None:
+        chosen = torch.zeros_like(weights.sin(), dtype=torch.bool).scatter_(-1, choices, True)
+        counts.append(torch.ones(4, dtype=torch.long).add_(chosen.sum(0)).tolist())
+
+    run()
+    ghost.GhostMode([], made_up=0).run(run)
+    assert counts == [[3, 1, 2, 1]] * 2
+
+
+def peaks() -> tuple[int, int]:
+    """Collective: return the peaks of the ghost pass and of a microbatch, in a step whose last operation fails."""
+    bench = Bench(replace(SCENARIOS["tensor parallel"], rows=4))
+    bench.samples = [torch.arange(64)] * 4
+    ghost._SMALL = 64  # elements: scaled down with the model
+    runner, drained = bench.new_runner(), []
+    bench.disturbed(runner, None)
+    meter = MemoryMeter()
+
+    @contextmanager
+    def around(kind: str) -> Iterator[None]:
+        before = meter.live_bytes
+        meter.reset_peak()
+        yield
+        drained.append((kind, meter.peak_bytes - before))
+
+    with meter, wrapping_passes(runner, around):
+        bench.disturbed(runner, 900)
+    kinds = dict(drained[:2])
+    return kinds.get("drain", 0), max(size for kind, size in drained if kind == "microbatch")
+
+
+def test_ghost_pass_needs_less_than_a_quarter_of_the_memory_of_a_pass():
+    _, (ghost_bytes, real_bytes) = run_on_ranks(2, peaks, timeout_s=30)
+    assert 0 < ghost_bytes < real_bytes / 4
+
+
+def modes_in_healthy_steps() -> list[bool]:
+    in_mode = []
+
+    def watched(value: Tensor) -> Tensor:
+        in_mode.append(is_in_torch_dispatch_mode())
+        return value
+
+    runner = runner_with(watched)
+    for step in range(2):
+        runner.run(samples(), step=step)
+        runner.model.zero_grad(set_to_none=True)
+    return in_mode
+
+
+def test_healthy_steps_run_without_a_dispatch_mode():
+    assert run_on_ranks(2, modes_in_healthy_steps, timeout_s=20) == [[False, False]] * 2
