@@ -1,4 +1,4 @@
-"""Stop a run between two epochs or in a step, like a user's job queue, and return the arguments that resume it."""
+"""Stop a run between two epochs or in a step, like a user's job queue."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -62,6 +62,3 @@ def train_until(recipe: Any, runner: Any, stop_before: int | None) -> None:
         distributed.leave()
     else:
         assert stop_before is None
-
-
-RESUME = "resume_from_checkpoint=auto"

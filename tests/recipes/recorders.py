@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from omegaconf import DictConfig
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from torchtune_adaptive.report.journal import EVENTS_FILE
 
@@ -46,7 +47,7 @@ class NormSGD(torch.optim.SGD):
 
     def step(self, closure: Any = None) -> Any:
         gradients = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
-        squares = sum(float(g.full_tensor().square().sum()) for g in gradients)
+        squares = sum(float((g.full_tensor() if isinstance(g, DTensor) else g).square().sum()) for g in gradients)
         if dist.get_rank() == 0:
             with open(self._norms, "a", encoding="utf-8") as file:
                 file.write(f"{math.sqrt(squares)}\n")
@@ -71,13 +72,12 @@ def assert_same_figures(
             assert mine[figure] == pytest.approx(its[figure], rel=rel, abs=abs), (mine.get("step"), figure)
 
 
-def events_of(folder: Path, kind: str) -> list[dict[str, Any]]:
-    """Return the events of one kind from a run whose `output_dir` is `out`."""
-    lines = (folder / "out" / EVENTS_FILE).read_text().splitlines()
+def events_of(output_dir: Path, kind: str) -> list[dict[str, Any]]:
+    """Return the events of one kind."""
+    lines = (output_dir / EVENTS_FILE).read_text().splitlines()
     return [event for event in map(json.loads, lines) if event["kind"] == kind]
 
 
 def search_results(output_dir: Path) -> dict[str, dict[str, Any]]:
     """Return the result of each stage's last search."""
-    events = map(json.loads, (output_dir / EVENTS_FILE).read_text().splitlines())
-    return {event.get("stage", ""): event["result"] for event in events if event["kind"] == "search"}
+    return {event.get("stage", ""): event["result"] for event in events_of(output_dir, "search")}

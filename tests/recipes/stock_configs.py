@@ -11,7 +11,7 @@ import importlib
 import importlib.util
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -24,7 +24,7 @@ from omegaconf import DictConfig, OmegaConf
 from torchtune._recipe_registry import get_all_recipes
 from torchtune.data import Message
 
-from tests.ranks import RankFailed, run_on_ranks, use_next_port
+from tests.ranks import run_on_ranks
 from tests.recipes.running import run_ours
 from tests.recipes.shrunk_models import IMAGE_SIZE, MAX_TILES, shrunk_models, write_checkpoint
 from torchtune_adaptive.demo.dataset import demo_row
@@ -59,15 +59,6 @@ class StockConfig:
     def __str__(self) -> str:
         return self.name
 
-    def folder(self, parent: Path) -> Path:
-        return parent / self.name
-
-    def mark_done(self, parent: Path) -> None:
-        (self.folder(parent) / f"done_{os.environ['RANK']}").touch()
-
-    def is_done(self, parent: Path, world_size: int) -> bool:
-        return len(list(self.folder(parent).glob("done_*"))) == world_size
-
     def load(self) -> DictConfig:
         return OmegaConf.load(self.path)
 
@@ -82,43 +73,22 @@ def stock_configs() -> list[StockConfig]:
     ]
 
 
-def train_all(stocks: Sequence[StockConfig], folder: Path, world_size: int) -> dict[StockConfig, str]:
-    """Run our recipe with these configs; return the error of each config that failed."""
-    failures = {}
-    _spare_garbage_collector()
-    for stock in stocks:
-        cfg = on_cpu(stock.load(), stock.folder(folder))
-        import_model(cfg)
-        write_checkpoint(cfg)
-    pending = list(stocks)
-    while pending:
-        try:
-            run_on_ranks(world_size, _train_each, pending, folder, timeout_s=400, in_group=False)
-        except RankFailed as failure:
-            pending = [stock for stock in pending if not stock.is_done(folder, world_size)]
-            failures[pending.pop(0)] = str(failure)
-        else:
-            break
-    return failures
+def train(stock: StockConfig, folder: Path, world_size: int) -> DictConfig:
+    """Run our recipe with this config; return the config as it ran."""
+    cfg = on_cpu(stock.load(), folder)
+    import_model(cfg)
+    write_checkpoint(cfg)
+    run_on_ranks(world_size, _train, stock, folder, timeout_s=200, in_group=False)
+    return cfg
 
 
-def _train_each(stocks: Sequence[StockConfig], folder: Path) -> None:
-    """Collective: run one config after the other, each in a new process group."""
+def _train(stock: StockConfig, folder: Path) -> None:
     os.environ["TORCH_COMPILE_BACKEND"] = "eager"
-    for stock in stocks:
-        _spare_garbage_collector()
-        use_next_port()
-        cfg = on_cpu(stock.load(), stock.folder(folder))
-        with offline(cfg, int(os.environ["WORLD_SIZE"])):
-            run_ours(RECIPES[stock.recipe], cfg)
-        stock.mark_done(folder)
-
-
-def _spare_garbage_collector() -> None:
-    """Freeze garbage collection: torchtune collects after each of up to 191 checkpoint files, and would scan all of
-    torch each time.
-    """
+    # torchtune collects after each of up to 191 checkpoint files, and would scan all of torch each time
     gc.freeze()
+    cfg = on_cpu(stock.load(), folder)
+    with offline(cfg, int(os.environ["WORLD_SIZE"])):
+        run_ours(RECIPES[stock.recipe], cfg)
 
 
 def on_cpu(cfg: DictConfig, directory: Path) -> DictConfig:

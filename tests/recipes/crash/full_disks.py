@@ -5,11 +5,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from tests.recipes.crash import run_outputs
-from tests.recipes.crash.child_runs import FAILED, FINISHED, KILLED, Start, live
-from tests.recipes.crash.kill_points import TRAIN, Point
-from tests.recipes.crash.summary import Tally
-from tests.recipes.crash.variants import FULL, LORA, STEPS, Variant, write_config
+from tests.recipes.crash import outputs
+from tests.recipes.crash.chain import Tally
+from tests.recipes.crash.hook import TRAIN, Point
+from tests.recipes.crash.plans import FULL, LORA
+from tests.recipes.crash.runs import FAILED, FINISHED, KILLED, STEPS, Start, Variant, live, prepared
 from torchtune_adaptive.demo.model import demo_model
 from torchtune_adaptive.demo.weights import WEIGHTS_FILE, generate_if_missing
 
@@ -17,29 +17,6 @@ SMALL, LARGE = {FULL: "12m", LORA: "5m"}, "128m"
 """Space for two checkpoints, and for all."""
 SMALL_FILES_BYTES = 2**20
 """Less than the weights need."""
-
-
-def disk_cases(variant: Variant, folder: Path, reference: Path) -> Tally:
-    """Run the disk cases; separate disks need the right to mount."""
-    run = DiskRun(variant, folder, reference, tally := Tally())
-    run.files_too_large()
-    print(f"  {variant}: files too large", flush=True)
-    if may_mount(folder):
-        run.disk_full()
-        run.killed_on_a_small_disk()
-        run.read_only()
-        print(f"  {variant}: disk full, read-only", flush=True)
-    return tally
-
-
-def may_mount(folder: Path) -> bool:
-    probe = folder / "mounts"
-    probe.mkdir(parents=True, exist_ok=True)
-    try:
-        with mounted(probe, LARGE):
-            return True
-    except (subprocess.CalledProcessError, FileNotFoundError):
-        return False
 
 
 @contextmanager
@@ -55,72 +32,67 @@ def _call(*command: str) -> None:
     subprocess.run(command, check=True, capture_output=True, timeout=20)
 
 
-class DiskRun:
-    """Runs of one variant with each kind of disk failure."""
+def may_mount(folder: Path) -> bool:
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        with mounted(folder, LARGE):
+            return True
+    except (subprocess.CalledProcessError, FileNotFoundError):
+        return False
 
-    def __init__(self, variant: Variant, folder: Path, reference: Path, tally: Tally) -> None:
-        self._variant, self._folder, self._reference, self._tally = variant, folder, reference, tally
 
-    def files_too_large(self) -> None:
-        start = self._start("files")
-        self._fails(start, 0, ["could not be saved"], file_bytes=SMALL_FILES_BYTES)
-        self._resumes(start, 1)
+def disk_cases(variant: Variant, folder: Path, reference: Path) -> Tally:
+    """Run a variant with each kind of disk failure; separate disks need the right to mount."""
+    tally = Tally()
 
-    def disk_full(self) -> None:
-        start = self._start("full")
-        with mounted(start.folder / "out", SMALL[self._variant]):
-            self._fails(start, 0, ["could not be saved", "free", "step_4"])
-            _call("mount", "-o", f"remount,size={LARGE}", str(start.folder / "out"))
-            self._resumes(start, 1)
-
-    def killed_on_a_small_disk(self) -> None:
-        """With space for two checkpoints: leftovers of a kill must not use it up."""
-        start = self._start("small", "keep_last_n_checkpoints=1")
-        with mounted(start.folder / "out", SMALL[self._variant]):
-            for number, point in enumerate((Point(TRAIN, 6), Point(TRAIN, 12), None)):
-                life = live(start, number, point, 2)
-        if life.ended != FINISHED:
-            self._tally.lose(f"{self._variant} disk small: {life.ended}\n{life.output}")
-
-    def read_only(self) -> None:
-        """Make the disk read-only after the first checkpoint."""
-        start = self._start("read-only")
-        out = str(start.folder / "out")
-        with mounted(start.folder / "out", LARGE):
-            life = live(start, 0, Point(TRAIN, 1), 4)
-            assert life.ended == KILLED, life.output
-            _call("mount", "-o", "remount,ro", out)
-            self._fails(start, 1, ["Read-only file system"])
-            _call("mount", "-o", "remount,rw", out)
-            self._resumes(start, 2)
-
-    def _start(self, name: str, *overrides: str) -> Start:
-        folder = self._folder / name
-        arguments = write_config(self._variant, folder, *overrides)
-        (folder / "out").mkdir(parents=True)
+    def begun(name: str, *overrides: str) -> Start:
+        start = prepared(variant, folder / name, *overrides)
+        start.out.mkdir()
         # files other than checkpoints go elsewhere
-        generate_if_missing(folder.parent / "weights" / WEIGHTS_FILE, lambda: demo_model().state_dict())
-        return Start(self._variant, folder, tuple(arguments))
+        generate_if_missing(folder / "weights" / WEIGHTS_FILE, lambda: demo_model().state_dict())
+        return start
 
-    def _fails(self, start: Start, number: int, words: list[str], file_bytes: int | None = None) -> None:
+    def fails(start: Start, number: int, *words: str, file_bytes: int | None = None) -> None:
         """Check that the run fails with one message that names the folder, and keeps complete checkpoints."""
-        before, out = run_outputs.complete_checkpoints(start.folder / "out"), start.folder / "out"
+        before = outputs.complete_checkpoints(start.out)
         life = live(start, number, None, STEPS, file_bytes=file_bytes)
-        how = f"{self._variant} disk {start.folder.name}"
         message = life.output.rpartition("\nerror")[2]
-        missing = [word for word in [str(out), *words] if word.lower() not in message.lower()]
+        missing = [word for word in (str(start.out), *words) if word.lower() not in message.lower()]
         if life.ended != FAILED or missing or "Traceback" in message:
-            self._tally.fault(f"{how}: {life.ended}, without {missing}\n{life.output}")
-        gone = run_outputs.lost_to_pruning(before, run_outputs.complete_checkpoints(out))
-        if gone:
-            self._tally.fault(f"{how}: gone are {gone}")
+            tally.fault(f"{start.folder}: {life.ended}, without {missing}\n{life.output}")
+        if gone := outputs.lost_to_pruning(before, outputs.complete_checkpoints(start.out)):
+            tally.fault(f"{start.folder}: gone are {gone}")
 
-    def _resumes(self, start: Start, number: int) -> None:
+    def resumes(start: Start, number: int) -> None:
         """Check that the run finishes like the undisturbed one after the disk is repaired."""
         life = live(start, number, None, STEPS)
-        how = f"{self._variant} disk {start.folder.name}, afterwards"
-        if life.ended != FINISHED:
-            self._tally.lose(f"{how}: {life.ended}\n{life.output}")
-        else:
-            for each in run_outputs.differences(start.folder, self._reference):
-                self._tally.fault(f"{how}: {each}")
+        found = [*outputs.differences(start.folder, reference)] if life.ended == FINISHED else [life.output]
+        if found:
+            tally.fault(f"{start.folder}, afterwards: {life.ended}, {found}")
+
+    start = begun("files-too-large")
+    fails(start, 0, "could not be saved", file_bytes=SMALL_FILES_BYTES)
+    resumes(start, 1)
+    if not may_mount(folder / "mounts"):
+        print(f"  {variant}: no right to mount a full or read-only disk", flush=True)
+        return tally
+    start = begun("disk-full")
+    with mounted(start.out, SMALL[variant]):
+        fails(start, 0, "could not be saved", "free", "step_4")
+        _call("mount", "-o", f"remount,size={LARGE}", str(start.out))
+        resumes(start, 1)
+    start = begun("read-only")
+    with mounted(start.out, LARGE):
+        life = live(start, 0, Point(TRAIN, 1), 4)
+        assert life.ended == KILLED, life.output
+        _call("mount", "-o", "remount,ro", str(start.out))
+        fails(start, 1, "Read-only file system")
+        _call("mount", "-o", "remount,rw", str(start.out))
+        resumes(start, 2)
+    start = begun("small-disk", "keep_last_n_checkpoints=1")
+    with mounted(start.out, SMALL[variant]):  # leftovers of a kill must not use it up
+        for number, point in enumerate((Point(TRAIN, 6), Point(TRAIN, 12), None)):
+            life = live(start, number, point, 2)
+    if life.ended != FINISHED:
+        tally.fault(f"{start.folder}: {life.ended}\n{life.output}")
+    return tally

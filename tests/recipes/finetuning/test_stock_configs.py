@@ -2,8 +2,6 @@
 stock_configs.py): one per family of models, and all of them nightly.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -14,7 +12,7 @@ from torchtune import config
 from torchtune.modules.peft import get_adapter_state_dict
 
 from tests.recipes.shrunk_models import file_names, shrunk_models
-from tests.recipes.stock_configs import RECIPES, StockConfig, import_model, on_cpu, steps_of, stock_configs, train_all
+from tests.recipes.stock_configs import RECIPES, StockConfig, import_model, steps_of, stock_configs, train
 from torchtune_adaptive.config.checks import check_keys
 
 ALL = stock_configs()
@@ -23,38 +21,7 @@ ONE_OF_A_FAMILY = {
     *("mistral/7B_full", "phi4/14B_full", "qwen2/0.5B_full", "gemma/2B_lora", "llama2/7B_qlora", "llama3/8B_dora"),
     *("llama3_1/8B_lora_dpo", "phi3/mini_lora", "qwen2_5/0.5B_lora"),
 }
-FULL, LORA = (
-    [
-        pytest.param(stock, id=stock.name, marks=[] if stock.name in ONE_OF_A_FAMILY else pytest.mark.nightly)
-        for stock in ALL
-        if stock.is_lora == is_lora
-    ]
-    for is_lora in (False, True)
-)
 MLP = {"w1", "w2", "w3"}
-
-pytestmark = pytest.mark.timeout(3600)
-"""Nightly, the first test waits for all runs."""
-
-
-@dataclass(frozen=True)
-class Runs:
-    folder: Path
-    failures: Mapping[StockConfig, str]
-
-    def config_of(self, stock: StockConfig) -> DictConfig:
-        """Return the config as it ran."""
-        assert stock not in self.failures, self.failures[stock]
-        return on_cpu(stock.load(), stock.folder(self.folder))
-
-
-@pytest.fixture(scope="module")
-def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Runs:
-    """Runs of all configs that the selected tests use."""
-    calls = [getattr(item, "callspec", None) for item in request.session.items]
-    wanted = {call.params["stock"] for call in calls if call is not None and "stock" in call.params}
-    folder = tmp_path_factory.mktemp("stock")
-    return Runs(folder, train_all([stock for stock in ALL if stock in wanted], folder, world_size=2))
 
 
 def test_torchtune_has_configs_for_every_recipe_and_every_family_is_covered() -> None:
@@ -63,55 +30,46 @@ def test_torchtune_has_configs_for_every_recipe_and_every_family_is_covered() ->
     assert {stock.name for stock in ALL} >= ONE_OF_A_FAMILY
 
 
-def test_keys_of_stock_configs_are_known() -> None:
-    for stock in ALL:
-        check_keys(stock.load(), log=False)
-
-
 @pytest.mark.smoke("llama3_2/1B_full")
-@pytest.mark.parametrize("stock", [*FULL, *LORA])
-def test_every_step_logs_a_finite_loss(runs: Runs, stock: StockConfig) -> None:
-    cfg = runs.config_of(stock)
+@pytest.mark.parametrize(
+    "stock",
+    [
+        pytest.param(stock, id=stock.name, marks=[] if stock.name in ONE_OF_A_FAMILY else pytest.mark.nightly)
+        for stock in ALL
+    ],
+)
+def test_every_step_has_a_finite_loss_and_the_weights_described_by_the_config_are_saved(
+    stock: StockConfig, tmp_path: Path
+) -> None:
+    check_keys(stock.load(), log=False)
+    cfg = train(stock, tmp_path, world_size=2)
     losses = logged_losses(cfg)
     assert len(losses) >= steps_of(cfg)
     assert torch.tensor(losses).isfinite().all()
-
-
-@pytest.mark.parametrize("stock", FULL)
-def test_full_finetuning_changes_only_trainable_weights(runs: Runs, stock: StockConfig) -> None:
-    cfg = runs.config_of(stock)
-    before, after = first_weights(cfg), saved_weights(cfg)
-    assert after.keys() == before.keys()
-    moved = {name for name in before if not torch.equal(after[name], before[name])}
-    assert moved
-    assert moved <= {name for name, weight in built(cfg).state_dict(keep_vars=True).items() if weight.requires_grad}
-    assert all(weight.isfinite().all() for weight in after.values())
-
-
-@pytest.mark.parametrize("stock", LORA)
-def test_lora_saves_the_adapter_described_by_its_config(runs: Runs, stock: StockConfig) -> None:
-    cfg = runs.config_of(stock)
-    adapter = torch.load(epoch_folder(cfg) / "adapter_model.pt", weights_only=True)
-    assert adapter.keys() == get_adapter_state_dict(built(cfg).state_dict()).keys()
-    assert {weight.shape[0] for name, weight in adapter.items() if "lora_a" in name} == {cfg.model.lora_rank}
-    assert any("magnitude" in name for name in adapter) == cfg.model.get("use_dora", False)
-    adapted = {name.split(".")[-3] for name in adapter if name.endswith("lora_a.weight")}
-    assert adapted == described_layers(cfg.model)
-    assert any(weight.any() for name, weight in adapter.items() if "lora_b" in name), "no step moved it"
-
-
-@pytest.mark.parametrize("stock", LORA)
-def test_lora_saves_whole_weights_unless_disabled(runs: Runs, stock: StockConfig) -> None:
-    cfg = runs.config_of(stock)
+    before = first_weights(cfg)
+    if stock.is_lora:
+        adapter = torch.load(epoch_folder(cfg) / "adapter_model.pt", weights_only=True)
+        assert adapter.keys() == get_adapter_state_dict(built(cfg).state_dict()).keys()
+        assert {weight.shape[0] for name, weight in adapter.items() if "lora_a" in name} == {cfg.model.lora_rank}
+        assert any("magnitude" in name for name in adapter) == cfg.model.get("use_dora", False)
+        adapted = {name.split(".")[-3] for name in adapter if name.endswith("lora_a.weight")}
+        assert adapted == described_layers(cfg.model)
+        assert any(weight.any() for name, weight in adapter.items() if "lora_b" in name), "no step moved it"
     if cfg.get("save_adapter_weights_only", False):
         assert not list(epoch_folder(cfg).glob("model-*"))
-    else:
-        assert saved_weights(cfg).keys() == first_weights(cfg).keys()
+        return
+    after = saved_weights(cfg)
+    assert after.keys() == before.keys()
+    assert all(weight.isfinite().all() for weight in after.values())
+    if not stock.is_lora:
+        moved = {name for name in before if not torch.equal(after[name], before[name])}
+        assert moved
+        assert moved <= {name for name, weight in built(cfg).state_dict(keep_vars=True).items() if weight.requires_grad}
 
 
 def test_one_process_trains_quantized_weights_without_sharding(tmp_path: Path) -> None:
     [stock] = [stock for stock in ALL if stock.name == "llama2/7B_qlora"]
-    assert train_all([stock], tmp_path, world_size=1) == {}
+    assert logged_losses(train(stock, tmp_path, world_size=1))
 
 
 def logged_losses(cfg: DictConfig) -> list[float]:

@@ -12,7 +12,7 @@ import resource
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -53,36 +53,11 @@ class Case:
 CASES = (Case("full"), Case("lora"), Case("full", ranks=2))
 
 
-class Quiet:
-    """A metric logger that keeps no records."""
-
-    def __init__(self, path: str) -> None:
-        pass
-
-    def log_config(self, config: Any) -> None:
-        pass
-
-    def log_dict(self, payload: Mapping[str, Any], step: int) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
-
-
-def process_bytes() -> int:
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * resource.getpagesize()
-
-
 def growth(readings: Sequence[Reading]) -> Reading:
     """Return the growth of the minimum from the middle third to the last; temporary memory of a save does not count."""
     third = len(readings) // 3
-
-    def least(some: Sequence[Reading], name: str) -> int:
-        return min(getattr(reading, name) for reading in some)
-
-    before, last = readings[third : 2 * third], readings[-third:]
-    return Reading(*(least(last, name) - least(before, name) for name in Reading._fields))
+    before, last = (map(min, zip(*part, strict=True)) for part in (readings[third : 2 * third], readings[-third:]))
+    return Reading(*(end - begin for begin, end in zip(before, last, strict=True)))
 
 
 def train(case: Case, folder: Path, steps: int, each_step: Callable[[], object]) -> list[Reading]:
@@ -101,7 +76,9 @@ def train(case: Case, folder: Path, steps: int, each_step: Callable[[], object])
         result = run(samples, step=step, **options)
         if step % every == 0:
             gc.collect()
-            readings.append(Reading(process_bytes(), len(gc.get_objects()), meters[-1].live_bytes))
+            pages = int(Path("/proc/self/statm").read_text().split()[1])
+            process_bytes = pages * resource.getpagesize()
+            readings.append(Reading(process_bytes, len(gc.get_objects()), meters[-1].live_bytes))
         return result
 
     recipe.runner.measure_memory, recipe.runner.run = watch_too, run_and_read
@@ -115,7 +92,6 @@ def config_of(case: Case, folder: Path, steps: int) -> Any:
         case.kind,
         folder,
         *(f"{section}.{size}" for section in ("model", "checkpointer.sizes") for size in MODEL),
-        "metric_logger._component_=tests.recipes.long.endurance.Quiet",
         "dataset._component_=tests.recipes.long.memory_pressure.numbered",
         *("dataset.seed=0", f"dataset.samples={steps // EPOCHS * ROWS * case.ranks}", "tokenizer.max_seq_len=256"),
         *(f"batch_size={ROWS}", "gradient_accumulation_steps=1", f"epochs={EPOCHS}", "shuffle=True"),
@@ -153,6 +129,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    from tests.recipes.long import endurance as this  # by its name, under which the config finds `Quiet`
-
-    sys.exit(this.main())
+    sys.exit(main())

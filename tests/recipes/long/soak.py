@@ -24,8 +24,8 @@ import torch
 import torch.distributed as dist
 
 from tests.ranks import run_on_ranks
-from tests.recipes.interrupted_runs import RESUME, stopped_before_epoch
-from tests.recipes.long.memory_pressure import CALM_BYTES, LONGEST, Cut, Storm, number_of, read_cuts, stages_of
+from tests.recipes.interrupted_runs import stopped_before_epoch
+from tests.recipes.long.memory_pressure import CALM_BYTES, LONGEST, Storm, number_of, read_cuts, stages_of
 from tests.recipes.ppo.rollouts import ppo_config, saved
 from tests.recipes.running import demo_config, load_ours, saved_weights
 from torchtune_adaptive.engine.governor import GROWTH, RECOVERY
@@ -33,13 +33,22 @@ from torchtune_adaptive.report.journal import EVENTS_FILE
 from torchtune_adaptive.rl.stages import STAGES, TRAIN_POLICY, TRAIN_VALUE
 from torchtune_adaptive.tune.preference import POLICY, REFERENCE
 
-VARIANTS = (
-    *(("full", "null"), ("lora", "2048"), ("full", "2048")),
-    *(("full_dpo", "null"), ("lora_dpo", "4096"), ("full_ppo", "null")),
+
+class Kind(NamedTuple):
+    recipe: str
+    budget: str
+    """adaptive.token_budget"""
+    stages: tuple[str, ...] = ("",)
+
+
+KINDS = (
+    *(Kind("full", "null"), Kind("lora", "2048"), Kind("full", "2048")),
+    *(Kind("full_dpo", "null", (REFERENCE, POLICY)), Kind("lora_dpo", "4096", (REFERENCE, POLICY))),
+    Kind("full_ppo", "null", STAGES),
 )
-"""Recipe and token budget, by seed."""
-PPO_SAMPLES, PPO_EPOCHS = 208, 2
-"""Prompts: 13 iterations per epoch, 104 in the whole soak; and the number of updates per iteration."""
+"""By seed."""
+SAMPLES, PROMPTS, PER_STEP, PPO_EPOCHS = 512, 208, 16, 2
+"""PPO: 13 iterations per epoch, 104 in the whole soak, with this many updates per iteration."""
 
 
 class Weather(NamedTuple):
@@ -47,76 +56,50 @@ class Weather(NamedTuple):
 
     seed: int
     epochs: int = 8
-    samples: int = 512
+    samples: int | None = None
 
     @property
-    def steps_per_epoch(self) -> int:
-        return self.samples // 16
+    def kind(self) -> Kind:
+        return KINDS[self.seed % len(KINDS)]
+
+    @property
+    def generates(self) -> bool:
+        return self.kind.recipe == "full_ppo"
+
+    @property
+    def size(self) -> int:
+        return self.samples or (PROMPTS if self.generates else SAMPLES)
 
     @property
     def steps(self) -> int:
-        return self.epochs * self.steps_per_epoch
+        return self.epochs * self.size // PER_STEP
 
     @property
     def middle(self) -> int:
         """The epoch before which the run is stopped."""
         return self.epochs // 2
 
-    @property
-    def kind(self) -> str:
-        return VARIANTS[self.seed % len(VARIANTS)][0]
-
-    @property
-    def budget(self) -> str:
-        return VARIANTS[self.seed % len(VARIANTS)][1]
-
-    @property
-    def of_pairs(self) -> bool:
-        return self.kind.endswith("_dpo")
-
-    @property
-    def of_rollouts(self) -> bool:
-        return self.kind.endswith("_ppo")
-
-    @property
-    def stages(self) -> tuple[str, ...]:
-        if self.of_rollouts:
-            return STAGES
-        return (REFERENCE, POLICY) if self.of_pairs else ("",)
-
 
 def config_of(weather: Weather, folder: Path, *overrides: str) -> Any:
-    adaptive = ("adaptive.regrow_after=6", f"adaptive.token_budget={weather.budget}")
-    if weather.of_rollouts:
-        return ppo_config(
-            folder,
-            *(f"dataset.seed={weather.seed}", f"dataset.samples={weather.samples}", "shuffle=True"),
-            *(f"num_steps={weather.epochs * weather.samples}", "max_generated_tokens=8", "clip_grad_norm=1.0"),
-            *("batch_size=8", "ppo_batch_size=8", "forward_batch_size=8", f"ppo_epochs={PPO_EPOCHS}"),
-            *("resume_from_checkpoint=auto", *adaptive),
-            *overrides,
-        )
-    return demo_config(
-        weather.kind,
-        folder,
-        f"dataset._component_=tests.recipes.long.memory_pressure.numbered{'_pairs' * weather.of_pairs}",
-        f"dataset.seed={weather.seed}",
-        f"dataset.samples={weather.samples}",
-        f"tokenizer.max_seq_len={LONGEST}",
-        "batch_size=8",
-        "gradient_accumulation_steps=1",
-        "clip_grad_norm=1.0",
-        f"epochs={weather.epochs}",
-        "shuffle=True",
-        *adaptive,
-        *overrides,
+    common = (
+        *(f"dataset.seed={weather.seed}", f"dataset.samples={weather.size}", "shuffle=True", "clip_grad_norm=1.0"),
+        *("batch_size=8", "gradient_accumulation_steps=1", "resume_from_checkpoint=auto"),
+        *("adaptive.regrow_after=6", f"adaptive.token_budget={weather.kind.budget}", *overrides),
     )
+    if weather.generates:
+        answers = (f"num_steps={weather.epochs * weather.size}", "max_generated_tokens=8")
+        return ppo_config(
+            folder, *answers, "ppo_batch_size=8", "forward_batch_size=8", f"ppo_epochs={PPO_EPOCHS}", *common
+        )
+    dataset = f"numbered{'_pairs' * (REFERENCE in weather.kind.stages)}"
+    where = f"dataset._component_=tests.recipes.long.memory_pressure.{dataset}"
+    lengths = (where, f"tokenizer.max_seq_len={LONGEST}", f"epochs={weather.epochs}")
+    return demo_config(weather.kind.recipe, folder, *lengths, *common)
 
 
 def train(weather: Weather, folder: Path, first: int) -> None:
     """Collective: train to the middle, or from there to the end."""
-    resume = [RESUME] if first and not weather.of_rollouts else []
-    recipe = load_ours(weather.kind)(config_of(weather, folder, f"adaptive.memory_limit={CALM_BYTES}B", *resume))
+    recipe = load_ours(weather.kind.recipe)(config_of(weather, folder, f"adaptive.memory_limit={CALM_BYTES}B"))
     recipe.setup()
     storm = Storm(recipe, weather.seed, stages_of(recipe), splits_of(folder))
     with storm, nullcontext() if first else stopped_before_epoch(weather.middle):
@@ -126,7 +109,7 @@ def train(weather: Weather, folder: Path, first: int) -> None:
 
 def train_undisturbed(weather: Weather, folder: Path, reference: Path) -> None:
     """Collective: train the same steps in the same microbatches, without a limit, failure or stop."""
-    recipe = load_ours(weather.kind)(config_of(weather, reference))
+    recipe = load_ours(weather.kind.recipe)(config_of(weather, reference))
     recipe.setup()
     cuts = defaultdict(deque)
     for cut in read_cuts(splits_of(folder)):
@@ -147,39 +130,30 @@ def splits_of(folder: Path) -> Path:
 
 
 def check_samples(weather: Weather, folder: Path) -> None:
-    """Check that each sample counted exactly once in every stage of every epoch."""
-    cuts = [cut for rank in (0, 1) for cut in read_cuts(folder / f"splits-{rank}.jsonl")]
-    if weather.of_rollouts:
-        check_rollouts(weather, cuts)
-        return
-    for stage in weather.stages:
-        for epoch in range(weather.epochs):
-            first = epoch * weather.steps_per_epoch
-            steps = range(first + 1, first + weather.steps_per_epoch + 1)
-            own = [cut for cut in cuts if cut.stage == stage and cut.step in steps]
-            seen = Counter(number for cut in own for rows in cut.microbatches for number in rows)
-            assert seen == Counter(range(weather.samples)), f"{stage}, epoch {epoch}: {seen.most_common(3)}"
-
-
-def check_rollouts(weather: Weather, cuts: Sequence[Cut]) -> None:
-    """Check that each rollout counted exactly once in every stage of every iteration, and once per update in
-    training.
+    """Check that each sample counted exactly once in every stage of every epoch; and each rollout in every stage of
+    every iteration, in training once per update.
     """
     seen: Counter[tuple[int, str, int]] = Counter()
-    for cut in cuts:
-        seen.update((cut.step, cut.stage, number) for rows in cut.microbatches for number in rows)
-    times = {stage: PPO_EPOCHS if stage in (TRAIN_VALUE, TRAIN_POLICY) else 1 for stage in STAGES}
-    steps, numbers = range(1, weather.steps + 1), range(16)
-    assert seen == {(step, stage, number): times[stage] for step in steps for stage in STAGES for number in numbers}
+    steps_per_period, numbers = (1, PER_STEP) if weather.generates else (weather.size // PER_STEP, weather.size)
+    for cut in (cut for rank in (0, 1) for cut in read_cuts(folder / f"splits-{rank}.jsonl")):
+        period = (cut.step - 1) // steps_per_period
+        seen.update((period, cut.stage, number) for rows in cut.microbatches for number in rows)
+    times = dict.fromkeys(weather.kind.stages, 1)
+    if weather.generates:
+        times |= {TRAIN_VALUE: PPO_EPOCHS, TRAIN_POLICY: PPO_EPOCHS}
+    periods = range(weather.steps // steps_per_period)
+    assert seen == {
+        (period, stage, number): times[stage] for period in periods for stage in times for number in range(numbers)
+    }
 
 
 def check_pressure(weather: Weather, kinds: Counter[tuple[str, str]]) -> None:
     """Check that memory was short in every stage, and that limits grew again."""
-    hit = [kinds[RECOVERY, stage] for stage in weather.stages]
+    hit = [kinds[RECOVERY, stage] for stage in weather.kind.stages]
     # after a failed growth, a stage waits twice as long, so a stage that fails often recovers less often
     assert min(hit) > weather.steps / 40, f"this was no storm: {kinds}"
     assert sum(hit) > weather.steps / 20, f"this was no storm: {kinds}"
-    assert all(kinds[GROWTH, stage] > weather.steps / 50 for stage in weather.stages), f"it had no end: {kinds}"
+    assert all(kinds[GROWTH, stage] > weather.steps / 50 for stage in weather.kind.stages), f"it had no end: {kinds}"
 
 
 def soak(weather: Weather, folder: Path) -> str:
@@ -191,17 +165,17 @@ def soak(weather: Weather, folder: Path) -> str:
     run_on_ranks(2, train, weather, stormy, weather.middle, timeout_s=timeout_s, in_group=False)
     check_samples(weather, stormy)
     run_on_ranks(2, train_undisturbed, weather, stormy, fair, timeout_s=timeout_s, in_group=False)
-    read = saved if weather.of_rollouts else saved_weights
+    read = saved if weather.generates else saved_weights
     ours, theirs = (read(path, weather.epochs - 1) for path in (stormy, fair))
     different = [name for name in theirs if not torch.equal(ours[name], theirs[name])]
     assert ours.keys() == theirs.keys()
     assert not different, f"weights differ: {different}"
     events = [json.loads(line) for line in (stormy / "out" / EVENTS_FILE).read_text().splitlines()]
     kinds = Counter((event["kind"], event.get("stage") or "") for event in events)
-    recoveries, growths = (sum(kinds[kind, stage] for stage in weather.stages) for kind in (RECOVERY, GROWTH))
+    recoveries, growths = (sum(kinds[kind, stage] for stage in weather.kind.stages) for kind in (RECOVERY, GROWTH))
     check_pressure(weather, kinds)
     return (
-        f"seed {weather.seed} ({weather.kind}, token budget {weather.budget}): {weather.steps} steps, "
+        f"seed {weather.seed} ({weather.kind.recipe}, token budget {weather.kind.budget}): {weather.steps} steps, "
         f"{recoveries} recoveries, grown back {growths} times, resumed once; every sample exactly once an "
         f"epoch, weights bitwise equal ({time.monotonic() - began:.0f} s)"
     )
@@ -209,14 +183,12 @@ def soak(weather: Weather, folder: Path) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, nargs="+", default=[*range(len(VARIANTS))])
+    parser.add_argument("--seeds", type=int, nargs="+", default=[*range(len(KINDS))])
     parser.add_argument("--epochs", type=int, default=8)
     options = parser.parse_args()
     for seed in options.seeds:
         with tempfile.TemporaryDirectory() as folder:
-            weather = Weather(seed, options.epochs)
-            weather = weather._replace(samples=PPO_SAMPLES) if weather.of_rollouts else weather
-            print(soak(weather, Path(folder)), flush=True)
+            print(soak(Weather(seed, options.epochs), Path(folder)), flush=True)
     return 0
 
 

@@ -2,41 +2,28 @@
 
 import os
 import shutil
-import time
 from pathlib import Path
 
 import pytest
 import torch
 
 from tests.ranks import RankFailed, run_on_ranks
-from tests.recipes.crash import kill_hook
-from tests.recipes.crash.child_runs import struck_at
-from tests.recipes.crash.kill_points import (
-    START,
-    Order,
-    Point,
-)
-from tests.recipes.crash.plans import (
-    Plan,
-    one_of_each,
-    random_operations,
-)
-from tests.recipes.crash.session import Session
-from tests.recipes.crash.variants import FULL, Variant
+from tests.recipes.crash import hook
+from tests.recipes.crash.chain import follow
+from tests.recipes.crash.hook import START, Order, Point
+from tests.recipes.crash.plans import FULL, FULL_2, OPERATIONS, Plan, at, one_of_each, scout
+from tests.recipes.crash.runs import KILLED
 
 
 @pytest.mark.parametrize(
     ("plan", "least_killed"),  # fewer than planned: the run may finish before the last points
-    [
-        (Plan("one of each operation", FULL, one_of_each), 5),
-        (Plan("sample", Variant("full", 2), random_operations(3, ranks=2)), 2),
-    ],
+    [(Plan("one of each operation", FULL, one_of_each), 5), (Plan("sample", FULL_2, at(*OPERATIONS[1:])), 2)],
     ids=str,
 )
 def test_run_killed_repeatedly_ends_like_an_undisturbed_run(plan: Plan, least_killed: int, tmp_path: Path) -> None:
-    tally = Session(tmp_path, 0, time.monotonic() + 150).follow(plan)
-    assert tally.good, "\n".join([tally.summary(), *tally.details()])
-    assert tally.killed >= least_killed, tally.summary()
+    tally = follow(plan, scout(plan.variant, plan.way, tmp_path / "undisturbed"), tmp_path)
+    assert tally.good, "\n".join([tally.summary(), *tally.faults])
+    assert tally.counts[KILLED] >= least_killed, tally.summary()
 
 
 def change_files(room: Path) -> None:
@@ -54,7 +41,7 @@ def change_files(room: Path) -> None:
     (room / "draft.pt").unlink()
 
 
-OPERATIONS = [
+OPERATIONS_OF_A_SAVE = [
     *("write room/draft.pt", "write room/draft.json", "fsync room/draft.json", "rename room/draft.json"),
     *("link room/latest", "mkdir room/old/inner", "mkdir room/old", "mkdir room/old/inner"),
     *("rmdir room/old/inner", "rmdir room/old", "unlink room/draft.pt"),
@@ -62,55 +49,48 @@ OPERATIONS = [
 
 
 def hooked(order: Order) -> None:
-    kill_hook.install(order, 0)
+    hook.install(order, 0)
     change_files(Path(order.watched) / "room")
 
 
-def run_hooked(tmp_path: Path, point: Point | None) -> Path:
-    watched, notes = tmp_path / "watched", tmp_path / "notes"
-    (watched / "room").mkdir(parents=True)
-    order = Order(point, str(watched), str(notes), after_step=0)
+def run_hooked(tmp_path: Path, point: Point | None) -> dict[str, int]:
+    """Run with the hook; return the sizes of the files that are left."""
+    order = Order(point, str(tmp_path / "watched"), str(tmp_path / "notes"), after_step=0)
+    (room := tmp_path / "watched" / "room").mkdir(parents=True)
     if point is None:
         run_on_ranks(1, hooked, order, in_group=False)
     else:
         with pytest.raises(RankFailed, match="died"):
             run_on_ranks(1, hooked, order, in_group=False)
-        assert struck_at(notes)
-    return watched / "room"
+    assert bool(order.struck_at()) == (point is not None)
+    return {path.name: path.stat().st_size for path in room.iterdir()}
 
 
 def test_hook_counts_every_operation(tmp_path: Path) -> None:
     run_hooked(tmp_path, None)
     lines = (tmp_path / "notes" / "operations0").read_text().splitlines()
-    assert lines == [f"start:{number} {label}" for number, label in enumerate(OPERATIONS, start=1)]
+    assert lines == [f"start:{number} {label}" for number, label in enumerate(OPERATIONS_OF_A_SAVE, start=1)]
 
 
 @pytest.mark.parametrize(
-    ("label", "left"),
+    ("label", "how", "left"),
     [
-        ("write room/draft.pt", []),
-        ("rename room/draft.json", ["draft.json", "draft.pt"]),
-        ("link room/latest", ["draft.pt", "manifest.json"]),
-        ("rmdir room/old", ["draft.pt", "latest", "manifest.json", "old"]),
+        ("write room/draft.pt", "", []),
+        ("rename room/draft.json", "", ["draft.json", "draft.pt"]),
+        ("link room/latest", "", ["draft.pt", "manifest.json"]),
+        ("rmdir room/old", "", ["draft.pt", "latest", "manifest.json", "old"]),
+        ("write room/draft.pt", "torn", ["draft.pt"]),
+        ("write room/draft.json", "torn", ["draft.json", "draft.pt"]),
+        ("mkdir room/old", "cut", ["draft.pt", "latest", "manifest.json"]),
     ],
 )
-def test_hook_kills_before_the_operation(label: str, left: list[str], tmp_path: Path) -> None:
-    room = run_hooked(tmp_path, Point(START, OPERATIONS.index(label) + 1))
-    assert sorted(path.name for path in room.iterdir()) == left
-
-
-@pytest.mark.parametrize(
-    ("label", "name"), [("write room/draft.pt", "draft.pt"), ("write room/draft.json", "draft.json")]
-)
-def test_hook_kills_with_half_of_a_file_written(label: str, name: str, tmp_path: Path) -> None:
-    (tmp_path / "whole").mkdir()
-    whole = (run_hooked(tmp_path / "whole", None) / "manifest.json").stat().st_size if name == "draft.json" else 4000
-    (tmp_path / "torn").mkdir()
-    room = run_hooked(tmp_path / "torn", Point(START, OPERATIONS.index(label) + 1, torn=True))
-    assert 0 < (room / name).stat().st_size < whole
-
-
-def test_simulated_power_failure_empties_unsynced_files(tmp_path: Path) -> None:
-    room = run_hooked(tmp_path, Point(START, OPERATIONS.index("mkdir room/old") + 1, cut=True))
-    assert (room / "draft.pt").stat().st_size == 0
-    assert (room / "manifest.json").read_text() == "0123456789"
+def test_hook_kills_before_or_within_the_operation_or_like_a_power_failure(
+    label: str, how: str, left: list[str], tmp_path: Path
+) -> None:
+    point = Point(START, OPERATIONS_OF_A_SAVE.index(label) + 1, torn=how == "torn", cut=how == "cut")
+    sizes = run_hooked(tmp_path, point)
+    assert sorted(sizes) == left
+    if how == "torn":
+        assert 0 < sizes[Path(label).name] < (10 if "json" in label else 4000)
+    if how == "cut":
+        assert (sizes["draft.pt"], sizes["manifest.json"]) == (0, 10), "only the synced file is whole"

@@ -14,7 +14,7 @@ from omegaconf import DictConfig
 from torch import Tensor, nn
 from torchtune import generation
 
-from tests.recipes.running import STOCK, config_in, load_ours, stock_on_cpu
+from tests.recipes.running import STOCK, config_in, run_ours, stock_on_cpu
 from torchtune_adaptive.demo.tokenizer import SPECIAL_TOKENS
 
 NEW = 6
@@ -45,11 +45,7 @@ def ppo_config(folder: Path, *overrides: str) -> DictConfig:
 def run_ppo(cfg: DictConfig, port: int) -> Any:
     """Collective: set up, train and clean up our recipe; return it."""
     os.environ["MASTER_PORT"] = str(port)
-    recipe = load_ours("full_ppo")(cfg)
-    recipe.setup()
-    recipe.train()
-    recipe.cleanup()
-    return recipe
+    return run_ours("full_ppo", cfg)
 
 
 def run_stock_ppo(cfg: DictConfig) -> None:

@@ -1,41 +1,193 @@
-"""PPO with all adaptive features has the answers and weights of a run without them."""
+"""PPO has the same answers and weights under any limits, after any failure, on any mesh, and after a stop."""
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from tests.fault_injection import FaultInjector
-from tests.ranks import run_on_ranks
+from tests.ranks import RankFailed, run_on_ranks
+from tests.recipes.comparisons import Group, Run, Runs, assert_equals_its_reference, compared, runs_in
 from tests.recipes.interrupted_runs import train_until
 from tests.recipes.ppo.rollouts import ppo_config, saved
-from tests.recipes.recorders import assert_same_figures, events_of, read_log
+from tests.recipes.recorders import read_log
 from tests.recipes.running import load_ours, run_ours
-from torchtune_adaptive.errors import ConfigError
-from torchtune_adaptive.rl.stages import FIND_VALUES, STAGES, TRAIN_POLICY, TRAIN_VALUE
+from torchtune_adaptive.engine.length_profile import MOST_POINTS
+from torchtune_adaptive.errors import AdaptiveError, OneRowDoesNotFitError, SampleTooLargeError
+from torchtune_adaptive.rl.stages import FIND_VALUES, FORWARD, STAGES, TRAIN_POLICY, TRAIN_VALUE
+from torchtune_adaptive.tune import distributed
 
-RELATIVE = 1e-5
+
+def fail_in_every_stage(recipe: Any) -> None:
+    """Run out of memory in the first step of every stage, on the first and the last rank in turn."""
+    last = torch.distributed.get_world_size() - 1
+    for number, stage in enumerate(STAGES):
+        faults = FaultInjector(recipe.stages.runners[stage])
+        faults.fail_at(rank=last * (number % 2), step=1, operation=40).__enter__()
+
+
 ON_TWO = ("batch_size=4", "ppo_batch_size=2", "forward_batch_size=4")
 """The samples per iteration and update of one rank with twice these sizes."""
-SEARCHED = ("use_maximum_batch_size=True", "adaptive.round_to=none")
+ALONE = ("batch_size=8", "ppo_batch_size=4", "forward_batch_size=8")
 WIDER = ("ppo_batch_size=4",)
-TIGHT = "2200KiB"
+TIGHT_KIB = 2200
 """Enough for all four rows in stages without a backward, and for one or two rows when the policy trains."""
-CASES: dict[str, tuple[str, ...]] = {
-    "plain": (),
-    "one by one": ("forward_batch_size=1", "gradient_accumulation_steps=2"),
-    "wider": WIDER,
-    "unequal": (*WIDER, *SEARCHED, f"adaptive.memory_limit=[12MiB,{TIGHT}]"),
-    "scarce": (*WIDER, f"adaptive.memory_limit=[{TIGHT},12MiB]"),
-    "clipped": ("clip_grad_norm=0.01", "whiten_rewards=True"),
+UNEQUAL = (f"adaptive.memory_limit=[12MiB,{TIGHT_KIB}KiB]", "use_maximum_batch_size=True", "adaptive.round_to=none")
+CLIPPED = ("clip_grad_norm=0.01", "whiten_rewards=True")
+LONGEST_PROMPT, NEW, ROOM, BUDGET_KIB = 16, 12, 64, 2600
+VARIED = (
+    f"stop_token_ids=[{','.join(map(str, range(3, 256, 9)))}]",  # so that answers have any length
+    *(f"max_generated_tokens={NEW}", "batch_size=8", "ppo_batch_size=8", "ppo_epochs=1", "forward_batch_size=8"),
+    *("dataset.samples=32", "num_steps=32"),
+)
+BUDGET = (f"adaptive.token_budget={ROOM}", "adaptive.regrow_after=0")
+AUTO = ("adaptive.token_budget=auto", f"adaptive.memory_limit=[40MiB,{BUDGET_KIB}KiB]")
+SHORT = ("batch_size=2", "ppo_batch_size=2", "ppo_epochs=1", "forward_batch_size=2", "num_steps=8", "dataset.samples=8")
+LIKE_TORCHTUNES = {
+    "figures": ("scores", "response_lengths", "kl", "policy_loss", "value_loss", "clipfrac"),
+    "abs": 1e-6,
+    "config": ppo_config,
 }
+GROUPS = {
+    "rows": Group(
+        "full_ppo",
+        2,
+        ON_TWO,
+        {
+            "plain": Run(like=""),
+            "one by one": Run(("forward_batch_size=1", "gradient_accumulation_steps=2"), like="plain"),
+            "wider": Run(WIDER, like=""),
+            "searched on unequal ranks": Run((*WIDER, *UNEQUAL), like="wider"),
+            "scarce": Run((*WIDER, f"adaptive.memory_limit=[{TIGHT_KIB}KiB,12MiB]"), like="wider"),
+            "clipped": Run(CLIPPED, like=""),
+            "plain on one rank": Run(ALONE, like="plain", ranks=1),
+            "clipped on one rank": Run((*ALONE, *CLIPPED), like="clipped", ranks=1),
+        },
+        **LIKE_TORCHTUNES,
+    ),
+    "lengths": Group(
+        "full_ppo",
+        2,
+        VARIED,
+        {
+            "rows": Run(like=""),
+            "budget": Run(BUDGET, like="rows"),
+            "measured": Run(AUTO, like="rows"),
+            "failing": Run(BUDGET, like="rows", prepare=fail_in_every_stage),
+        },
+        **LIKE_TORCHTUNES,
+    ),
+    "four ranks": Group(
+        "full_ppo",
+        4,
+        ("batch_size=2", "ppo_batch_size=2", "forward_batch_size=2"),
+        {
+            "flat": Run(like=""),
+            "replicas": Run(
+                ("data_parallel_replicate_dim=2", "adaptive.regrow_after=0"), like="flat", prepare=fail_in_every_stage
+            ),
+        },
+        **LIKE_TORCHTUNES,
+    ),
+    "short": Group(
+        "full_ppo",
+        2,
+        (*SHORT, "max_generated_tokens=4"),
+        {
+            "plain": Run(like=""),
+            "compiled": Run(("compile=True",), like="plain"),
+            "bf16": Run(("dtype=bf16",), like=""),
+        },
+        **LIKE_TORCHTUNES,
+    ),
+}
+runs = runs_in(GROUPS)
+
+
+@pytest.mark.parametrize(("group", "name"), compared(GROUPS))
+def test_answers_and_weights_are_those_of_the_reference(runs: Runs, group: str, name: str) -> None:
+    of = GROUPS[group]
+    assert_equals_its_reference(of, name, runs(group, name), runs(group, of.runs[name].like))
+
+
+def test_clipping_and_whitening_have_an_effect(runs: Runs) -> None:
+    plain, clipped = runs("rows", "plain").weights(), runs("rows", "clipped").weights()
+    assert any(not torch.allclose(plain[name], clipped[name]) for name in plain)
+    assert all(line["grad_norm"] > 0 == line["skipped_updates"] for line in runs("rows", "clipped").log)
+
+
+def test_every_stage_is_measured_separately_with_one_result_on_unequal_ranks(runs: Runs) -> None:
+    run = runs("rows", "searched on unequal ranks")
+    found = {event["stage"]: event for event in run.events("search")}
+    assert tuple(found) == STAGES
+    assert {event["budget_bytes"] for event in found.values()} == {TIGHT_KIB * 2**10}
+    assert all(0 < event["peak_bytes"] <= event["budget_bytes"] for event in found.values())
+    assert found[TRAIN_POLICY]["after"] == 1
+    assert {found[stage]["after"] for stage in STAGES[:5]} == {4}
+    assert run.events("recovery") == []
+
+
+def test_memory_shortage_on_one_rank_shrinks_the_limit_on_all(runs: Runs) -> None:
+    recoveries = runs("rows", "scarce").events("recovery")
+    assert TRAIN_POLICY in {event["stage"] for event in recoveries} <= {TRAIN_VALUE, TRAIN_POLICY}
+    assert {tuple(event["ranks"]) for event in recoveries} == {(0,)}
+
+
+@pytest.mark.parametrize(("group", "name", "last"), [("lengths", "failing", 1), ("four ranks", "replicas", 3)])
+def test_every_stage_recovers_and_shrinks_its_own_limit(runs: Runs, group: str, name: str, last: int) -> None:
+    recoveries = runs(group, name).events("recovery")
+    found = [(event["step"], event["stage"], event["ranks"]) for event in recoveries]
+    assert found == [(1, stage, [last * (number % 2)]) for number, stage in enumerate(STAGES)]
+    assert {event["unit"] for event in recoveries} == {"tokens" if group == "lengths" else "rows"}
+    end = runs(group, name).log[-1]
+    assert end["oom_recoveries"] == len(STAGES)
+    assert {end[f"{stage.replace(' ', '_')}/recoveries"] for stage in STAGES} == {1}
+
+
+def test_short_answers_share_microbatches_and_future_answers_count_in_full(runs: Runs) -> None:
+    log = runs("lengths", "budget").log
+    for line in log:
+        for stage in STAGES:
+            assert line[f"{stage.replace(' ', '_')}/microbatch_tokens"] <= ROOM
+        assert line["generate/microbatches"] > max(line[f"{n.replace(' ', '_')}/microbatches"] for n in FORWARD)
+    assert max(line["values/microbatch_rows"] for line in log) > ROOM // (LONGEST_PROMPT + NEW)
+
+
+def test_each_stage_is_measured_over_lengths_without_failures(runs: Runs) -> None:
+    run = runs("lengths", "measured")
+    found = {event["stage"]: event for event in run.events("search")}
+    assert tuple(found) == STAGES
+    assert {(event["unit"], event["budget_bytes"]) for event in found.values()} == {("bytes", BUDGET_KIB * 2**10)}
+    assert run.events("recovery") == []
+    for line in run.steps:
+        assert 0.7 * line["budget_bytes"] < line["peak_bytes"] <= line["budget_bytes"]
+        assert line["train_policy/microbatches"] > 1
+    for event in found.values():
+        points = event["result"]["points"]
+        # only the last points, which the surfaces allow, may run out of memory
+        assert all(point["peak"]["fits"] for point in points[: MOST_POINTS - 1])
+        assert points[0]["length"] == LONGEST_PROMPT + NEW
+
+
+def test_bf16_run_trains_both_models_and_stays_close(runs: Runs) -> None:
+    weights, expected = runs("short", "bf16").weights(), runs("short", "plain").weights()
+    assert {weight.dtype for weight in weights.values()} == {torch.bfloat16}
+    of_heads = [name for name in weights if name.endswith("output.weight")]
+    assert len(of_heads) == 2
+    for name in of_heads:
+        torch.testing.assert_close(weights[name].float(), expected[name], rtol=0.05, atol=0.02, msg=name)
+    first, plain = runs("short", "bf16").log[0], runs("short", "plain").log[0]
+    assert first["kl"] == 0.0
+    assert first["value_loss"] == pytest.approx(plain["value_loss"], rel=0.3)
+
+
 STOP = 3
 """The iteration in which a run ends between two stages, after the first checkpoint."""
 RESUMED = (
-    *("dataset.samples=32", "num_steps=32", "shuffle=True"),
+    *("dataset.samples=32", "num_steps=32", "shuffle=True", "adaptive.regrow_after=0"),
     *("save_every_n_steps=2", "resume_from_checkpoint=auto"),
-    "adaptive.regrow_after=0",
 )
 
 
@@ -49,9 +201,7 @@ def train_and_stop(folder: Path, stop_at: int | None, *overrides: str) -> None:
     train_until(recipe, recipe.stages.runners[TRAIN_POLICY], stop_at)
 
 
-def run_all(folder: Path) -> None:
-    for case, overrides in CASES.items():
-        run_ours("full_ppo", ppo_config(folder / case, *ON_TWO, *overrides))
+def train_whole_and_stopped(folder: Path) -> None:
     train_and_stop(folder / "whole", None)
     train_and_stop(folder / "stopped", STOP)
 
@@ -61,90 +211,44 @@ def resume(folder: Path) -> None:
     train_and_stop(folder / "split anew", None, "gradient_accumulation_steps=2")
 
 
-def run_alone(folder: Path) -> None:
-    for case in ("plain", "clipped"):
-        run_ours("full_ppo", ppo_config(folder / "alone" / case, *CASES[case]))
-
-
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("ppo")
-    run_on_ranks(2, run_all, folder, timeout_s=250, in_group=False)
-    shutil.copytree(folder / "stopped", folder / "split anew")
-    run_on_ranks(2, resume, folder, timeout_s=100, in_group=False)
-    run_on_ranks(1, run_alone, folder, timeout_s=100, in_group=False)
-    return folder
-
-
-def compare(ours: Path, others: Path) -> None:
-    """Compare the logged figures of answers, and the weights of both models."""
-    figures = ("scores", "response_lengths", "kl", "policy_loss", "value_loss", "clipfrac")
-    logs = (read_log(folder / "log.jsonl") for folder in (ours, others))
-    assert_same_figures(*logs, figures, rel=RELATIVE, abs=1e-6)
-    torch.testing.assert_close(saved(ours), saved(others), rtol=RELATIVE, atol=1e-6)
-
-
-@pytest.mark.parametrize(
-    ("case", "like"),
-    [
-        pytest.param("one by one", "plain", id="any split of an iteration"),
-        pytest.param("unequal", "wider", id="searched on ranks with unequal memory"),
-        pytest.param("scarce", "wider", id="too little memory on a rank"),
-        *(pytest.param(case, f"alone/{case}", id=f"{case}, two ranks and one") for case in ("plain", "clipped")),
-    ],
-)
-def test_answers_and_weights_are_equal(runs: Path, case: str, like: str) -> None:
-    compare(runs / case, runs / like)
-
-
-def test_clipping_and_whitening_have_an_effect(runs: Path) -> None:
-    plain, clipped = (saved(runs / case) for case in ("plain", "clipped"))
-    assert any(not torch.allclose(plain[name], clipped[name]) for name in plain)
-    assert all(line["grad_norm"] > 0 == line["skipped_updates"] for line in read_log(runs / "clipped" / "log.jsonl"))
-
-
-def test_resumed_run_ends_with_the_weights_of_an_uninterrupted_run(runs: Path) -> None:
-    whole, stopped = saved(runs / "whole"), saved(runs / "stopped")
-    assert whole.keys() == stopped.keys()
-    assert all(torch.equal(whole[name], stopped[name]) for name in whole)
-    lines = read_log(runs / "stopped" / "log.jsonl")
-    assert [line["step"] for line in lines] == [1, 2, 3, 4]
-    assert [line["values/microbatch_rows"] for line in lines] == [2] * 4, "limits survive"
-
-
-def test_resumed_run_may_split_its_updates_differently(runs: Path) -> None:
-    whole, split = saved(runs / "whole"), saved(runs / "split anew")
-    for name, weight in split.items():
-        torch.testing.assert_close(weight, whole[name], rtol=RELATIVE, atol=1e-6, msg=name)
-    microbatches = [line["train_policy/microbatches"] for line in read_log(runs / "split anew" / "log.jsonl")]
+def test_resumed_run_ends_with_the_weights_of_an_uninterrupted_run(tmp_path: Path) -> None:
+    """With another split of the updates, up to rounding."""
+    run_on_ranks(2, train_whole_and_stopped, tmp_path, timeout_s=100, in_group=False)
+    shutil.copytree(tmp_path / "stopped", tmp_path / "split anew")
+    run_on_ranks(2, resume, tmp_path, timeout_s=100, in_group=False)
+    whole, stopped, split = (saved(tmp_path / name) for name in ("whole", "stopped", "split anew"))
+    assert [name for name in whole if not torch.equal(whole[name], stopped[name])] == []
+    lines = read_log(tmp_path / "stopped" / "log.jsonl")
+    assert [(line["step"], line["values/microbatch_rows"]) for line in lines] == [(n, 2) for n in (1, 2, 3, 4)]
+    torch.testing.assert_close(split, whole, rtol=1e-5, atol=1e-6)
+    microbatches = [line["train_policy/microbatches"] for line in read_log(tmp_path / "split anew" / "log.jsonl")]
     assert microbatches == [*[microbatches[0]] * 2, *[2 * microbatches[0]] * 2]
+    with pytest.raises(RankFailed, match="ConfigError"):
+        run_on_ranks(1, train_and_stop, tmp_path / "stopped", None, "num_steps=64", timeout_s=60, in_group=False)
 
 
-def go_on_alone(folder: Path) -> str:
-    """Return the error of a one-rank run that resumes a checkpoint of two ranks."""
-    recipe = load_ours("full_ppo")(ppo_config(folder, *ON_TWO, *RESUMED, "num_steps=64"))
-    with pytest.raises(ConfigError) as error:
-        recipe.setup()
-    return str(error.value)
+def refused(error: type[AdaptiveError], folder: Path, *overrides: str) -> str:
+    """Collective: return the message of a run that ends before training."""
+    with pytest.raises(error) as caught:
+        run_ours("full_ppo", ppo_config(folder, *overrides))
+    distributed.leave()
+    return str(caught.value)
 
 
-def test_different_number_of_ranks_is_refused_because_iterations_would_change(runs: Path) -> None:
-    [message] = run_on_ranks(1, go_on_alone, runs / "stopped", timeout_s=60, in_group=False)
-    assert "saved on 2 ranks, but there are 1 now" in message
-    assert message.endswith("resume on 2 ranks")
+@pytest.mark.parametrize("kib", [2048, 512], ids=["no row", "not even the models"])
+def test_if_no_row_fits_every_rank_reports_the_required_memory(kib: int, tmp_path: Path) -> None:
+    adam = ("optimizer._component_=torch.optim.AdamW", "optimizer.lr=0.001", "batch_size=4")
+    searched = (f"adaptive.memory_limit=[9MiB,{kib}KiB]", "use_maximum_batch_size=True")
+    of_ranks = run_on_ranks(
+        2, refused, OneRowDoesNotFitError, tmp_path / "run", *adam, *searched, timeout_s=60, in_group=False
+    )
+    assert len({*of_ranks}) == 1
+    assert "on rank 1" in of_ranks[0]
 
 
-def test_every_stage_is_measured_separately_with_one_result_on_unequal_ranks(runs: Path) -> None:
-    found = {event["stage"]: event for event in events_of(runs / "unequal", "search")}
-    assert tuple(found) == STAGES
-    assert {event["budget_bytes"] for event in found.values()} == {2200 * 2**10}
-    assert all(0 < event["peak_bytes"] <= event["budget_bytes"] for event in found.values())
-    assert found[TRAIN_POLICY]["after"] == 1
-    assert {found[stage]["after"] for stage in STAGES[:5]} == {4}
-    assert events_of(runs / "unequal", "recovery") == []
-
-
-def test_memory_shortage_on_one_rank_shrinks_the_limit_on_all(runs: Path) -> None:
-    recoveries = events_of(runs / "scarce", "recovery")
-    assert TRAIN_POLICY in {event["stage"] for event in recoveries} <= {TRAIN_VALUE, TRAIN_POLICY}
-    assert {tuple(event["ranks"]) for event in recoveries} == {(0,)}
+def test_prompt_without_space_for_an_answer_under_a_token_budget_is_named(tmp_path: Path) -> None:
+    budget = f"adaptive.token_budget={NEW + 6}"
+    [message] = run_on_ranks(
+        1, refused, SampleTooLargeError, tmp_path / "run", *VARIED, budget, timeout_s=60, in_group=False
+    )
+    assert "room for 6" in message

@@ -1,4 +1,4 @@
-"""Preference training with all adaptive features has the losses and rewards of a run without them."""
+"""Preference training (DPO), also with all adaptive features, has the figures and weights of torchtune's recipes."""
 
 import json
 import re
@@ -9,110 +9,154 @@ import torch
 
 from tests.forked_commands import tune_run_forked
 from tests.ranks import run_on_ranks
-from tests.recipes.recorders import assert_same_figures, events_of, read_log, search_results
+from tests.recipes.comparisons import Group, Run, Runs, assert_equals_its_reference, compared, runs_in
+from tests.recipes.recorders import events_of, read_log, search_results
 from tests.recipes.running import SGD, demo_config, run_ours
 from torchtune_adaptive.tune.preference import POLICY, REFERENCE
 
-RELATIVE = 5e-5
 BASE = (
-    *SGD,
-    "optimizer.lr=0.01",
-    "batch_size=16",
-    "gradient_accumulation_steps=1",
-    "tokenizer.max_seq_len=128",
-    "epochs=2",
-    "clip_grad_norm=inf",
+    *("optimizer._component_=tests.recipes.recorders.NormSGD", "optimizer.norms=FOLDER/norms", "optimizer.fused=False"),
+    *("optimizer.lr=0.05", "optimizer.momentum=0.9", "optimizer.weight_decay=0.0", "clip_grad_norm=null", "epochs=2"),
+    "lr_scheduler._component_=torchtune.training.lr_schedulers.get_cosine_schedule_with_warmup",
+    *("lr_scheduler.num_warmup_steps=2", "tokenizer.max_seq_len=128"),
 )
+ONE_MICROBATCH = ("batch_size=16", "gradient_accumulation_steps=1")
 MEASURED = "adaptive.memory_limit=40MiB"
-CASES: dict[str, tuple[str, ...]] = {
-    "plain": (),
-    "searched": (MEASURED, "use_maximum_batch_size=True"),
-    "starved": ("adaptive.memory_limit=17MiB", "adaptive.regrow_after=0"),
-    "joined": (MEASURED, "adaptive.token_budget=auto"),
-    "tokens": ("adaptive.token_budget=700", "adaptive.padding=True", "adaptive.deal=False"),
-}
-ONE_RANK = "one rank"
 FIGURES = (
-    "loss",
-    "grad_norm",
+    *("step", "loss", "lr", "rewards/accuracies", "rewards/margins"),
     *(f"{what}/{answer}" for what in ("rewards", "log_probs") for answer in ("chosen", "rejected")),
 )
+TOLERANCE = {"figures": FIGURES, "rel": 5e-5, "abs": 2e-5}
+"""A reward is beta times a difference of sums of log-probabilities: rounding errors of fp32 scale with the sums."""
+RSO = ("loss._component_=torchtune.rlhf.loss.RSOLoss", "~loss.beta", "~loss.label_smoothing")
+GROUPS = {
+    "full": Group(
+        "full_dpo",
+        2,
+        (*BASE, *ONE_MICROBATCH),
+        {
+            "plain": Run(),
+            "searched": Run((MEASURED, "use_maximum_batch_size=True")),
+            "starved": Run(("adaptive.memory_limit=17MiB", "adaptive.regrow_after=0")),
+            "tokens": Run((MEASURED, "adaptive.token_budget=auto")),
+            "padded tokens": Run(("adaptive.token_budget=700", "adaptive.padding=True", "adaptive.deal=False")),
+            "compiled": Run(("compile=True", "enable_activation_checkpointing=True")),
+            "one rank": Run(("batch_size=32",), ranks=1),
+        },
+        **TOLERANCE,
+    ),
+    "RSO": Group(
+        "full_dpo",
+        2,
+        (*BASE, *RSO, "enable_activation_checkpointing=True", "fsdp_reshard_after_forward=False"),
+        {"plain": Run()},
+        **TOLERANCE,
+    ),
+    "lora": Group(
+        "lora_dpo",
+        2,
+        (*BASE, "batch_size=2", "gradient_accumulation_steps=4"),
+        {"plain": Run(), "compiled": Run(("compile=True", "adaptive.token_budget=500"))},
+        stock_adds_ranks=True,
+        **TOLERANCE,
+    ),
+}
+runs = runs_in(GROUPS)
 
 
-def run_all(folder: Path, cases: dict[str, tuple[str, ...]]) -> None:
-    for case, overrides in cases.items():
-        run_ours("full_dpo", demo_config("full_dpo", folder / case, *BASE, *overrides))
+@pytest.mark.smoke("full, plain")
+@pytest.mark.parametrize(("group", "name"), compared(GROUPS))
+def test_figures_and_weights_are_those_of_the_reference(runs: Runs, group: str, name: str) -> None:
+    of, ours = GROUPS[group], runs(group, name)
+    assert_equals_its_reference(of, name, ours, runs(group, of.runs[name].like))
+    assert ours.log[-1]["rewards/margins"] != ours.log[0]["rewards/margins"]
 
 
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("full_dpo")
-    run_on_ranks(2, run_all, folder, CASES, timeout_s=200, in_group=False)
-    run_on_ranks(1, run_all, folder, {ONE_RANK: ("batch_size=32",)}, timeout_s=60, in_group=False)
-    return folder
-
-
-@pytest.mark.parametrize("case", [*(case for case in CASES if case != "plain"), ONE_RANK])
-def test_losses_and_rewards_are_those_of_a_plain_run(runs: Path, case: str) -> None:
-    plain, ours = (read_log(runs / each / "log.jsonl") for each in ("plain", case))
-    assert len(ours) == len(plain) == 4
-    assert_same_figures(ours, plain, FIGURES, rel=RELATIVE, abs=1e-5)
-    assert plain[-1]["rewards/margins"] > plain[0]["rewards/margins"]
-
-
-def test_each_stage_is_searched_separately_and_named_in_the_record(runs: Path) -> None:
-    found = {event["stage"]: event["after"] for event in events_of(runs / "searched", "search")}
+def test_each_stage_is_searched_separately_and_named_in_the_record(runs: Runs) -> None:
+    run = runs("full", "searched")
+    found = {event["stage"]: event["after"] for event in run.events("search")}
     assert found.keys() == {POLICY, REFERENCE}
     assert found[REFERENCE] > found[POLICY] >= 1
-    for step in read_log(runs / "searched" / "log.jsonl"):
+    for step in run.log:
         assert (step["microbatch_rows"], step["reference_microbatch_rows"]) == (found[POLICY], found[REFERENCE])
         assert step["oom_recoveries"] == 0
-    assert {event["stage"]: event["after"] for event in events_of(runs / "searched", "epoch")} == found
-
-
-def test_search_measures_the_phases_of_its_stage(runs: Path) -> None:
-    found = search_results(runs / "searched" / "out")
-    phases = {stage: list(result["probes"][-1]["peak"]["phase_bytes"]) for stage, result in found.items()}
+    assert {event["stage"]: event["after"] for event in run.events("epoch")} == found
+    results = search_results(run.folder / "out")
+    phases = {stage: list(result["probes"][-1]["peak"]["phase_bytes"]) for stage, result in results.items()}
     assert phases[REFERENCE] == ["layers forward", "loss"]
     assert {"layers forward", "layers backward", "update"} < set(phases[POLICY])
 
 
-def test_both_stages_recover_and_are_named_in_the_record(runs: Path) -> None:
-    recoveries = events_of(runs / "starved", "recovery")
+def test_both_stages_recover_and_are_named_in_the_record(runs: Runs) -> None:
+    run = runs("full", "starved")
+    recoveries = run.events("recovery")
     assert {event["stage"] for event in recoveries} == {POLICY, REFERENCE}
-    for event in recoveries:
-        assert event["reason"].startswith(f"step {event['step']}, {event['stage']}: out of memory on rank")
-    assert read_log(runs / "starved" / "log.jsonl")[-1]["oom_recoveries"] == len(recoveries)
-    state = torch.load(runs / "starved" / "out" / "epoch_1" / "recipe_state.pt", weights_only=True)
+    assert run.log[-1]["oom_recoveries"] == len(recoveries)
+    state = torch.load(run.folder / "out" / "epoch_1" / "recipe_state.pt", weights_only=True)
     saved = json.loads(state["adaptive"])["limit"]
     of_stages = [each["recoveries"] for each in (saved[POLICY], saved[REFERENCE])]
     assert min(of_stages) > 0
     assert sum(of_stages) == len(recoveries)
 
 
-def test_token_budget_takes_pairs_with_and_without_padding(runs: Path) -> None:
-    assert {event["stage"] for event in events_of(runs / "joined", "search")} == {POLICY, REFERENCE}
-    steps = {case: read_log(runs / case / "log.jsonl") for case in ("joined", "plain", "tokens")}
-    assert all(step["padding_fraction"] == 0 for step in steps["joined"])
-    assert all(step["rank_imbalance"] < 1.1 for step in steps["joined"])
-    wasted = {case: sum(step["padding_fraction"] for step in each) for case, each in steps.items()}
-    assert 0 < wasted["tokens"] < wasted["plain"]
-    assert all(step["microbatch_tokens"] <= 700 for step in steps["tokens"])
-    assert all(step["microbatches"] > 1 for step in steps["tokens"])
+def test_token_budget_takes_pairs_with_and_without_padding(runs: Runs) -> None:
+    assert {event["stage"] for event in runs("full", "tokens").events("search")} == {POLICY, REFERENCE}
+    joined, plain, padded = (runs("full", name).log for name in ("tokens", "plain", "padded tokens"))
+    assert all(step["padding_fraction"] == 0 for step in joined)
+    assert all(step["rank_imbalance"] < 1.1 for step in joined)
+    assert 0 < sum(step["padding_fraction"] for step in padded) < sum(step["padding_fraction"] for step in plain)
+    assert all(step["microbatch_tokens"] <= 700 for step in padded)
+    assert all(step["microbatches"] > 1 for step in padded)
+
+
+# so that a shard of each projection is a whole number of blocks of 64 weights and of 256 scalers
+NF4_SIZES = ("embed_dim=256", "intermediate_dim=512", "num_kv_heads=4", "num_layers=1")
+QUANTIZED = (
+    *(f"{section}.{size}" for section in ("model", "checkpointer.sizes") for size in NF4_SIZES),
+    *("dtype=bf16", "model.quantize_base=True", "model.apply_lora_to_output=False"),
+    *("batch_size=1", "dataset.samples=12", "tokenizer.max_seq_len=96"),  # bf16 is slow on a CPU
+)
+TIGHT = (
+    *("use_maximum_batch_size=True", "adaptive.round_to=none", "adaptive.sequence_length=128"),
+    *("adaptive.memory_limit=36MiB", "dataset._component_=benchmarks.stages.random_pairs", "dataset.tokens=128"),
+    *("dataset.samples=192", "batch_size=64", "gradient_accumulation_steps=1"),
+)
+
+
+def train(kind: str, folder: Path, *overrides: str) -> None:
+    run_ours(kind, demo_config(kind, folder, *overrides))
+
+
+def test_quantized_weights_serve_as_reference_and_policy(tmp_path: Path) -> None:
+    run_on_ranks(2, train, "lora_dpo", tmp_path / "run", *SGD, *QUANTIZED, timeout_s=90, in_group=False)
+    losses = [step["loss"] for step in read_log(tmp_path / "run" / "log.jsonl")]
+    assert losses[0] == pytest.approx(0.6931, abs=1e-3), "before the first update both are the same model"
+    assert losses[-1] != losses[0]
+
+
+@pytest.mark.smoke
+def test_reference_fits_with_optimizer_state_that_the_search_did_not_keep(tmp_path: Path) -> None:
+    """The limit of a stage holds for the whole run, not only for its first step."""
+    run_on_ranks(1, train, "full_dpo", tmp_path / "run", *TIGHT, timeout_s=60, in_group=False)
+    found = search_results(tmp_path / "run" / "out")
+    assert found[POLICY]["rows"] < found[REFERENCE]["rows"] < 64
+    assert [step["oom_recoveries"] for step in read_log(tmp_path / "run" / "log.jsonl")] == [0, 0, 0]
 
 
 @pytest.mark.parametrize(
-    ("recipe", "config"),
-    [("adaptive_full_dpo_distributed", "dpo"), ("adaptive_lora_dpo_distributed", "lora_dpo")],
+    ("recipe", "config", "ranks"),
+    [("adaptive_full_dpo_distributed", "dpo", 2), ("adaptive_lora_dpo_distributed", "lora_dpo", None)],
 )
-def test_demo_runs_with_the_documented_command(recipe: str, config: str, tmp_path: Path) -> None:
+def test_demo_runs_with_the_documented_command(recipe: str, config: str, ranks: int | None, tmp_path: Path) -> None:
+    """Without ranks, there is no launcher."""
     short = ("dataset.samples=64", "max_steps_per_epoch=3", "tokenizer.max_seq_len=96", "adaptive.sequence_length=96")
-    ended = tune_run_forked(recipe, "--config", f"adaptive/demo/{config}", *short, ranks=2, cwd=tmp_path, timeout_s=90)
+    ended = tune_run_forked(
+        recipe, "--config", f"adaptive/demo/{config}", *short, ranks=ranks, cwd=tmp_path, timeout_s=90
+    )
     assert ended.status == 0, ended.output
-    assert "batch search · reference log-probabilities · linear" in ended.output
-    assert "batch search · policy · linear" in ended.output
-    assert "trained: loss 0.6931 -> " in ended.output
-    [log] = (tmp_path / "runs" / "demo" / config / "logs").glob("log_*.txt")
+    folder = tmp_path / "runs" / "demo" / config
+    assert {event["stage"] for event in events_of(folder, "search")} == {POLICY, REFERENCE}
+    [log] = (folder / "logs").glob("log_*.txt")
     margins = [float(margin) for margin in re.findall(r"rewards/margins:(\S+)", log.read_text())]
     assert len(margins) == 3
     assert margins[0] == 0  # the policy still equals its reference

@@ -2,11 +2,13 @@
 
 import json
 import os
+import signal
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -18,7 +20,11 @@ from tests.recipes.interrupted_runs import train_until
 from tests.recipes.recorders import assert_same_figures
 from tests.recipes.running import demo_config, load_ours
 from tests.timeline import read_timeline
-from torchtune_adaptive.lifecycle.run_state import LOCK_FILE
+from torchtune_adaptive.errors import RunStopped
+from torchtune_adaptive.lifecycle.run_state import LOCK_FILE, THIS_RUN
+from torchtune_adaptive.report.journal import VALIDATION
+from torchtune_adaptive.tune import distributed
+from torchtune_adaptive.tune.validation import Validation
 
 EPOCHS, STEPS = 2, 4
 EVERY = 3
@@ -91,7 +97,7 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 @pytest.mark.smoke("full-2-ranks", "lora-tokens")
-def test_final_weights_are_bitwise_those_of_the_undisturbed_run(folder: Path) -> None:
+def test_stopped_run_ends_with_weights_record_and_files_of_an_undisturbed_run(folder: Path) -> None:
     whole, stopped = (folder / name / "out" / f"epoch_{EPOCHS - 1}" for name in ("whole", "stopped"))
     files = sorted(path.name for path in whole.glob("*model*"))
     assert files
@@ -99,18 +105,70 @@ def test_final_weights_are_bitwise_those_of_the_undisturbed_run(folder: Path) ->
         ours, theirs = (torch.load(place / file, weights_only=True) for place in (stopped, whole))
         assert ours.keys() == theirs.keys()
         assert [name for name in theirs if not torch.equal(ours[name], theirs[name])] == []
+    expected, found = (read_timeline(place.parent).steps for place in (whole, stopped))
+    assert [record["step"] for record in expected] == list(range(1, len(expected) + 1))
+    assert_same_figures(found, expected, ("step", "loss", "lr", "microbatch_rows", "samples"))
+    assert [path.name for path in stopped.parent.glob(".*")] == [LOCK_FILE], "no unfinished files"
 
 
-def test_record_has_every_step_once_with_the_figures_of_the_undisturbed_run(folder: Path) -> None:
-    records = {name: read_timeline(folder / name / "out").steps for name in ("whole", "stopped")}
-    steps = [record["step"] for record in records["whole"]]
-    assert steps == list(range(1, len(steps) + 1))
-    assert [record["step"] for record in records["stopped"]] == steps
-    assert_same_figures(records["stopped"], records["whole"], ("loss", "lr", "microbatch_rows", "samples"))
+VALIDATED = (
+    *("batch_size=2", "gradient_accumulation_steps=1", "dataset.samples=32", "tokenizer.max_seq_len=128"),
+    *("resume_from_checkpoint=auto", "save_every_n_steps=3", "seed=1"),
+    *("run_val_every_n_steps=2", "keep_best_checkpoint=True"),
+    "dataset_val._component_=torchtune_adaptive.demo.dataset.demo_dataset",
+    *("dataset_val.samples=5", "dataset_val.seed=7"),
+)
+SCRIPTED = {2: 3.0, 4: 1.0, 6: 2.0, 8: 2.5}
+"""Losses of the run whose checkpoints are pruned."""
 
 
-def test_no_unfinished_files_remain(folder: Path) -> None:
-    assert [path.name for path in (folder / "stopped" / "out").glob(".*")] == [LOCK_FILE]
+def request_a_stop(recipe: Any, at: int) -> None:
+    """Let rank 1 receive a signal in this step."""
+    run = recipe.runner.run
+
+    def run_signalled(samples: Any, *, step: int, **options: Any) -> Any:
+        THIS_RUN.signal = signal.SIGTERM if step == at and dist.get_rank() == 1 else None
+        return run(samples, step=step, **options)
+
+    recipe.runner.run = run_signalled
+
+
+def validate(folder: Path) -> None:
+    """Collective: train undisturbed; with a signal in a step to be validated, and a kill; and with scripted losses."""
+    train("full", demo_config("full", folder / "whole", *VALIDATED))
+    cfg = partial(demo_config, "full", folder / "stopped", *VALIDATED)
+    with pytest.raises(RunStopped):
+        train("full", cfg(), watch=partial(request_a_stop, at=4))
+    THIS_RUN.signal = None
+    distributed.leave()
+    for stop in (7, None):
+        train("full", cfg(), stop_before=stop)
+    with mock.patch.object(Validation, "run", lambda _, step, samples_each: {"val_loss": SCRIPTED[step]}):
+        train("full", demo_config("full", folder / "pruned", *VALIDATED, "keep_last_n_checkpoints=1"))
+
+
+def saved_progress(folder: Path) -> dict[str, Any]:
+    state = torch.load(folder / "out" / "epoch_0" / "recipe_state.pt", weights_only=True)
+    progress: dict[str, Any] = json.loads(state["adaptive"])
+    return progress
+
+
+def test_stopped_run_has_the_validations_of_the_undisturbed_run_and_keeps_the_best(tmp_path: Path) -> None:
+    run_on_ranks(2, validate, tmp_path, timeout_s=120, in_group=False)
+    whole, stopped = (
+        [(event["step"], event["val_loss"]) for event in read_timeline(tmp_path / name / "out").events if is_val(event)]
+        for name in ("whole", "stopped")
+    )
+    assert [step for step, _ in whole] == [2, 4, 6, 8]
+    assert stopped == whole
+    for key in ("validated_step", "best_val_loss", "best_step"):
+        assert saved_progress(tmp_path / "stopped")[key] == saved_progress(tmp_path / "whole")[key]
+    assert sorted(path.name for path in (tmp_path / "pruned" / "out").glob("*_[0-9]*")) == ["epoch_0", "step_4"]
+    assert saved_progress(tmp_path / "pruned")["best_step"] == 4
+
+
+def is_val(event: dict[str, Any]) -> bool:
+    return event["kind"] == VALIDATION
 
 
 def noting_numbers(path: Path, recipe: Any) -> None:
@@ -168,30 +226,3 @@ def numbers(folder: Path, ranks: int) -> list[tuple[int, list[int]]]:
     """Return the samples of each step, of all ranks in order."""
     files = [path.read_text(encoding="utf-8") for path in folder.glob(f"numbers-{ranks}-*.jsonl")]
     return [(step, found) for step, found in (json.loads(line) for file in files for line in file.splitlines())]
-
-
-def base_weights_while_saving(folder: Path) -> list[str]:
-    """Collective: return the names of frozen weights that a save has changed."""
-    recipe = load_ours("lora")(demo_config("lora", folder))
-    recipe.setup()
-    before = {name: weight.detach().clone() for name, weight in recipe.model.named_parameters()}
-    for parameter in recipe.model.parameters():
-        if parameter.requires_grad:
-            torch.nn.init.constant_(parameter, 0.5)
-    trained = {name for name, parameter in recipe.model.named_parameters() if parameter.requires_grad}
-    recipe.run.progress = recipe.run.progress.after_epoch(recipe.loop.schedule.epochs[0])
-    recipe.loop.save()
-    after = dict(recipe.model.named_parameters())
-    changed = [name for name in before if name not in trained and not _same(before[name], after[name])]
-    dist.barrier()
-    recipe.cleanup()
-    return changed
-
-
-def _same(one: Any, other: Any) -> bool:
-    return torch.equal(getattr(one, "_local_tensor", one), getattr(other, "_local_tensor", other).detach())
-
-
-def test_saving_a_merged_adapter_does_not_change_the_frozen_weights(tmp_path: Path) -> None:
-    for changed in run_on_ranks(2, base_weights_while_saving, tmp_path / "run", timeout_s=60, in_group=False):
-        assert changed == []

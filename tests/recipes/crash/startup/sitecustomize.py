@@ -5,7 +5,7 @@ import sys
 
 # only in ranks: the launcher has no rank
 if "RANK" in os.environ or "--nproc_per_node" not in sys.orig_argv:
-    from tests.recipes.crash import kill_hook
-    from tests.recipes.crash.kill_points import read_order
+    from tests.recipes.crash import hook
+    from tests.recipes.crash.hook import read_order
 
-    kill_hook.install(read_order(), int(os.environ.get("RANK", "0")))
+    hook.install(read_order(), int(os.environ.get("RANK", "0")))

@@ -1,0 +1,170 @@
+"""Tables of runs. Each run has to equal another one of its group, step by step."""
+
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torchtune.modules.peft import LoRALinear
+
+from tests.captured_logs import captured_log
+from tests.ranks import run_on_ranks
+from tests.recipes.interrupted_runs import stopped_before_epoch
+from tests.recipes.recorders import assert_same_figures, read_log
+from tests.recipes.running import RELATIVE, demo_config, run_ours, run_stock
+from tests.timeline import read_timeline
+
+STOCK = "stock"
+
+
+class Run(NamedTuple):
+    overrides: tuple[str, ...] = ()
+    like: str = STOCK
+    """The run with the same figures and weights; empty: none."""
+    first: tuple[str, ...] | None = None
+    """Overrides of a first start, which ends before the second epoch."""
+    by_stock: bool = False
+    """torchtune's recipe trains."""
+    ranks: int | None = None
+    """If it differs from the group's."""
+    prepare: Callable[[Any], object] = bool
+    """Called with our recipe before training."""
+
+
+@dataclass(frozen=True)
+class Group:
+    kind: str
+    ranks: int
+    base: tuple[str, ...]
+    """Overrides of all runs. FOLDER stands for the folder of the run."""
+    runs: Mapping[str, Run]
+    figures: tuple[str, ...] = ("step", "loss", "grad_norm", "lr")
+    rel: float = RELATIVE
+    abs: float = 0.0
+    compares_weights: bool = True
+    stock_adds_ranks: bool = False
+    """torchtune's LoRA recipe for pairs logs the sum of the losses of all ranks."""
+    config: Callable[..., Any] | None = None
+    """Return the config from folder and overrides; by default `demo_config` of the kind."""
+
+
+class Finished(NamedTuple):
+    """The files of a run."""
+
+    folder: Path
+
+    @property
+    def log(self) -> list[dict[str, float]]:
+        return read_log(self.folder / "log.jsonl")
+
+    @property
+    def steps(self) -> list[dict[str, Any]]:
+        return read_timeline(self.folder / "out").steps
+
+    def events(self, kind: str) -> list[dict[str, Any]]:
+        return [event for event in read_timeline(self.folder / "out").events if event["kind"] == kind]
+
+    def lines(self, rank: int = 0) -> list[str]:
+        """Return the log lines of a rank."""
+        lines: list[str] = json.loads((self.folder / f"lines{rank}.json").read_text())
+        return lines
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        """Load the weights of the last epoch, of PPO's value model too."""
+        last = max((self.folder / "out").glob("epoch_*"))
+        files = {file: torch.load(file, weights_only=True) for file in last.rglob("model-00001-of-00001.bin")}
+        return {f"{file.parent.name}.{key}": each for file, weights in files.items() for key, each in weights.items()}
+
+
+Runs = Callable[[str, str], Finished]
+"""Return a run by group and name; the first call runs it."""
+
+
+def runs_in(groups: Mapping[str, Group]) -> Any:
+    """Return a fixture of type Runs for a module."""
+
+    @pytest.fixture(scope="module")
+    def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+        folders = {name: tmp_path_factory.mktemp("group") for name in groups}
+
+        def finished(group: str, name: str) -> Finished:
+            folder = folders[group] / name
+            if not folder.exists():
+                ranks = (groups[group].runs[name].ranks if name != STOCK else None) or groups[group].ranks
+                run_on_ranks(ranks, run_one, groups[group], name, folder, timeout_s=200, in_group=False)
+            return Finished(folder)
+
+        return finished
+
+    return runs
+
+
+def compared(groups: Mapping[str, Group]) -> list[Any]:
+    """Return group and name of every run with a reference, as cases of a test."""
+    pairs = [(group, name) for group, of in groups.items() for name, run in of.runs.items() if run.like]
+    return [pytest.param(*pair, id=", ".join(pair)) for pair in pairs]
+
+
+def run_one(group: Group, name: str, folder: Path) -> None:
+    """Collective: run one run of a group."""
+    os.environ["TORCH_COMPILE_BACKEND"] = "aot_eager"  # Dynamo and AOTAutograd, without code generation
+    run = Run(by_stock=True) if name == STOCK else group.runs[name]
+
+    def config(overrides: tuple[str, ...]) -> Any:
+        words = [word.replace("FOLDER", str(folder)) for word in (*group.base, *overrides)]
+        return group.config(folder, *words) if group.config else demo_config(group.kind, folder, *words)
+
+    folder.mkdir(exist_ok=True)
+    with adapters_like_those_of_one_process(), captured_log() as lines:
+        if run.first is not None:
+            with stopped_before_epoch(1):
+                run_ours(group.kind, config(run.first))
+        if run.by_stock:
+            run_stock(group.kind, config(run.overrides))
+        else:
+            run_ours(group.kind, config(run.overrides), run.prepare)
+    (folder / f"lines{os.environ['RANK']}.json").write_text(json.dumps(lines))
+
+
+def assert_equals_its_reference(group: Group, name: str, ours: Finished, reference: Finished) -> None:
+    log, expected = ours.log, reference.log
+    assert len(expected) >= 2
+    if group.stock_adds_ranks and group.runs[name].like == STOCK:
+        expected = [{**step, "loss": step["loss"] / group.ranks} for step in expected]
+    assert_same_figures(log, expected, group.figures, rel=group.rel, abs=group.abs)
+    if group.compares_weights:
+        torch.testing.assert_close(ours.weights(), reference.weights(), rtol=RELATIVE, atol=1e-6)
+    if (ours.folder / "norms").exists():  # stock logs no gradient norms for pairs
+        norms, expected_norms = (
+            [float(line) for line in (each.folder / "norms").read_text().splitlines()] for each in (ours, reference)
+        )
+        assert min(expected_norms) > 0
+        # probes come first
+        assert norms[-len(expected_norms) :] == pytest.approx(expected_norms, rel=group.rel)
+
+
+@contextmanager
+def adapters_like_those_of_one_process() -> Iterator[None]:
+    """Initialize adapters equally on all meshes: DTensor draws different ones on each, and runs could not be
+    compared.
+    """
+
+    def initialize(layer: LoRALinear) -> None:
+        generator = torch.Generator().manual_seed(layer.lora_a.weight.numel())
+        nn.init.zeros_(layer.lora_b.weight)
+        weight = layer.lora_a.weight.detach()
+        drawn = 0.1 * torch.randn(weight.shape, generator=generator)
+        if isinstance(weight, DTensor):
+            drawn = distribute_tensor(drawn, weight.device_mesh, weight.placements)
+        weight.copy_(drawn)
+
+    with mock.patch.object(LoRALinear, "initialize_parameters", initialize):
+        yield
