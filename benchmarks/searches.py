@@ -68,7 +68,6 @@ def by_us(strategy: str, trained: Trained, device: Device) -> Found:
 CONTENDERS: Mapping[str, Search] = {
     "linear": partial(by_us, "linear"),
     "binary": partial(by_us, "binary"),
-    "decrease": partial(by_us, "decrease"),
     "accelerate": partial(by_accelerate, MOST_ROWS),
     "Lightning, power": partial(by_lightning, "power"),
     "Lightning, binsearch": partial(by_lightning, "binsearch"),

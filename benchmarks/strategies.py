@@ -24,7 +24,7 @@ from torchtune_adaptive.tune import batch_size
 
 RANKS = 2
 BRUTE_FORCE = "brute force"
-SEARCHES = (BRUTE_FORCE, "linear", "binary", "decrease")
+SEARCHES = (BRUTE_FORCE, "linear", "binary")
 SEARCHING = (
     "use_maximum_batch_size=True",
     "adaptive.memory_limit=64MiB",

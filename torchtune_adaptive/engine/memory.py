@@ -140,6 +140,8 @@ class MemoryMeter(TorchDispatchMode):
     place. Without FSDP, the peak is therefore higher by one parameter than without the meter.
     """
 
+    retries, fullness = 0, 0.0  # because a CPU's allocator has no cache
+
     def __init__(self, cap_bytes: int | None = None) -> None:
         super().__init__()
         self.cap_bytes = cap_bytes
@@ -164,16 +166,6 @@ class MemoryMeter(TorchDispatchMode):
         if self.cap_bytes is None:
             raise ConfigError("a CPU has no memory limit to search within", Remedy.CAP_MEMORY)
         return self.cap_bytes
-
-    @property
-    def retries(self) -> int:
-        """Always 0, because a CPU's allocator has no cache to flush."""
-        return 0
-
-    @property
-    def fullness(self) -> float:
-        """Always 0, because a CPU's allocator has no cache."""
-        return 0.0
 
     @contextmanager
     def unlimited(self) -> Iterator[None]:

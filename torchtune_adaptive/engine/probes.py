@@ -32,7 +32,6 @@ from torchtune_adaptive.engine.plans import Sample
 from torchtune_adaptive.engine.ranks import Agreement, from_rank_0, rank
 from torchtune_adaptive.engine.results import StepResult
 from torchtune_adaptive.engine.search import (
-    NEED_RECOVERY,
     ONE_ROW_REMEDIES,
     STRATEGIES,
     Budget,
@@ -378,7 +377,7 @@ def find_max_batch_size(
     Args:
         step: the training step to measure.
         memory: by default, that of the current GPU. On a CPU, pass an open MemoryMeter.
-        strategy: "linear" predicts from few probes; "binary" doubles and bisects; "decrease" halves from `max_rows`.
+        strategy: "linear" predicts from few probes; "binary" doubles and bisects.
         round_to: "power_of_two" rounds the result down; "none" does not.
         max_rows: the most rows that are measured.
         whole_step_rows: the rows of a whole training step. A first search then runs without accumulated gradients. If
@@ -388,7 +387,7 @@ def find_max_batch_size(
     """
     check_choice("strategy", strategy, STRATEGIES)
     candidate_rows(max_rows, round_to)
-    if strategy in NEED_RECOVERY and not step.runner.recovers:
+    if strategy == "binary" and not step.runner.recovers:
         raise ConfigError(
             f"strategy {strategy!r} runs out of memory on purpose, but this step cannot be repeated after that",
             Remedy.MEASURING_STRATEGY,

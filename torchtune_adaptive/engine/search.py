@@ -250,15 +250,6 @@ def binary(history: History) -> int | None:
     return history.candidates[(first + end) // 2] if first < end else None
 
 
-def decrease(history: History) -> int | None:
-    """Start at the highest candidate and halve it until a probe fits. The result may be half of what is possible."""
-    if history.accepted_rows:
-        return None
-    last_rejected = history.too_many
-    halved = last_rejected // 2 if history.rejected else last_rejected
-    return history.candidate_at_most(halved) or None
-
-
 def linear(history: History) -> int | None:
     """Measure 1 and 2 rows, predict the most rows from the line of each phase, and measure these; repeat if needed."""
     if history.rejected:
@@ -326,9 +317,7 @@ def _narrow(history: History) -> int | None:
     return rows if rows > low else history.candidate_above(low)
 
 
-NEED_RECOVERY = ("binary", "decrease")
-"""Strategies that run out of memory on purpose."""
-STRATEGIES: Mapping[str, Strategy] = {"linear": linear, "binary": binary, "decrease": decrease}
+STRATEGIES: Mapping[str, Strategy] = {"linear": linear, "binary": binary}
 
 
 @dataclass(frozen=True)
@@ -370,8 +359,8 @@ def search(
     """Return the largest number of rows, rounded down, whose peak is within the budget on all ranks.
 
     `measure` is called with the same rows on every rank and returns the same Peak. If one row does not fit, the error
-    that `no_fit_error` returns is raised. The strategy `decrease` starts at `max_rows`. The search ends early if the
-    measurements show that the result will be below `least_rows`.
+    that `no_fit_error` returns is raised. The search ends early if the measurements show that the result will be below
+    `least_rows`.
     """
     check_choice("strategy", strategy, STRATEGIES)
     candidates = candidate_rows(max_rows, round_to)

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from torchtune_adaptive.errors import Remedy
 
 REMEDIES_AS_ARGUMENTS: Mapping[Remedy, str] = {
-    **{remedy: remedy.value for remedy in Remedy},
     Remedy.CHECKPOINT_ACTIVATIONS: "set gradient_checkpointing=True",
     Remedy.MORE_RANKS: "shard the model over more ranks with FSDP2",
     Remedy.LARGER_BUDGET: "raise memory_limit",
@@ -17,6 +16,5 @@ REMEDIES_AS_ARGUMENTS: Mapping[Remedy, str] = {
     Remedy.FEWER_ROWS: "set use_maximum_batch_size=False",
     Remedy.ROOM_FOR_NCCL: "if CUDA was out of memory, leave more memory to NCCL: set memory_limit, for example to 0.9",
     Remedy.CAP_MEMORY: "set memory_limit, for example to 8GiB",
-    Remedy.MEASURE: "measure on the device with use_maximum_batch_size=True",
 }
 """The text of each remedy, expressed as a value of TrainingArguments or AdaptiveArguments."""

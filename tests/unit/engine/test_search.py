@@ -62,19 +62,6 @@ def test_binary_equals_brute_force_for_any_memory_that_grows_with_the_rows(
     assert device.search(strategy="binary", **asked).rows == device.brute_force(candidate_rows(**asked))
 
 
-@given(phases, headrooms, bounds)
-def test_decrease_returns_the_first_halving_that_fits(
-    lines: list[tuple[int, int]], headroom: float, asked: dict[str, Any]
-) -> None:
-    device = Device(affine(*lines), budget_for(affine(*lines), headroom, rows=1))
-    result, candidates = device.search(strategy="decrease", **asked), candidate_rows(**asked)
-    assert device.measured[0] == candidates[-1]
-    assert device.measured[-1] == result.rows
-    assert [device.fits(rows) for rows in device.measured] == [False] * (len(device.measured) - 1) + [True]
-    for before, after in zip(device.measured, device.measured[1:], strict=False):
-        assert after == max(rows for rows in candidates if rows <= before // 2)
-
-
 def in_blocks(peaks: PeakFunction, granule: int, chunk: int = 1) -> PeakFunction:
     """Round memory up like an allocator with blocks of `granule` bytes that runs `chunk` rows at a time."""
     return lambda rows: {

@@ -163,7 +163,6 @@ def test_one_row_too_large_inside_the_backward_is_measured_and_not_fatal():
     assert caught.value.need_bytes is not None
 
 
-@pytest.mark.parametrize("strategy", ["binary", "decrease"])
-def test_strategies_that_run_out_of_memory_are_refused_if_a_step_cannot_be_repeated(strategy: str):
-    with MemoryMeter() as meter, pytest.raises(ConfigError, match=strategy):
-        search_within(InBackward(Shape()).step(), meter, 2_000_000, strategy=strategy)
+def test_strategy_that_runs_out_of_memory_is_refused_if_a_step_cannot_be_repeated():
+    with MemoryMeter() as meter, pytest.raises(ConfigError, match="binary"):
+        search_within(InBackward(Shape()).step(), meter, 2_000_000, strategy="binary")
