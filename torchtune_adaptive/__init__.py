@@ -4,12 +4,12 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from torchtune_adaptive.engine.consistency import synchronize_replicas
     from torchtune_adaptive.engine.length_profile import Profile
     from torchtune_adaptive.engine.limits import RowLimit, TokenLimit
     from torchtune_adaptive.engine.memory import CudaMemory, MemoryMeter
     from torchtune_adaptive.engine.plans import SampleKind
     from torchtune_adaptive.engine.probes import TrainingStep, find_max_batch_size, profile_memory
-    from torchtune_adaptive.engine.ranks import synchronize_replicas
     from torchtune_adaptive.engine.recovery import Recovery
     from torchtune_adaptive.engine.results import StepResult, Totals
     from torchtune_adaptive.engine.search import SearchResult
@@ -61,7 +61,7 @@ _HOMES = (
     "engine.search",
     "engine.length_profile",
     "engine.memory",
-    "engine.ranks",
+    "engine.consistency",
     "engine.results",
     "engine.recovery",
     "engine.step",

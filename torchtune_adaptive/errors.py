@@ -114,18 +114,6 @@ class CollectiveFailedError(UnrecoverableError):
 class OneRowDoesNotFitError(AdaptiveError):
     """A single row exceeds the memory budget."""
 
-    def __init__(self, fact: str, *remedies: Remedy, need_bytes: int | None = None, budget_bytes: int = 0) -> None:
-        super().__init__(fact, *remedies)
-        self.need_bytes = need_bytes
-        """The memory that one row needs; None if the probe ran out of memory."""
-        self.budget_bytes = budget_bytes
-
-    def with_remarks(self, *remarks: str) -> OneRowDoesNotFitError:
-        """Return a copy of this error, with remarks about the row added to its fact."""
-        text = "; ".join(filter(None, remarks))
-        fact = f"{self.fact} ({text})" if text else self.fact
-        return OneRowDoesNotFitError(fact, *self.remedies, need_bytes=self.need_bytes, budget_bytes=self.budget_bytes)
-
 
 class RunFinished(Exception):
     """The run is already complete."""

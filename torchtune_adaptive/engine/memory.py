@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, UntypedStorage, nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
@@ -187,7 +186,7 @@ class MemoryMeter(TorchDispatchMode):
             return result
         before, peak_before = self.live_bytes, self.peak_bytes
         for tensor in (result,) if type(result) is Tensor else tree_iter(result):
-            if isinstance(tensor, Tensor) and not isinstance(tensor, FakeTensor):
+            if isinstance(tensor, Tensor):
                 self._update(tensor.untyped_storage(), may_be_new=effect is not _Effect.CHANGES_SIZE)
         if self.live_bytes > before and effect is not _Effect.MATCHED:
             try:
@@ -229,6 +228,8 @@ class MemoryMeter(TorchDispatchMode):
 
     def _update(self, storage: UntypedStorage, *, may_be_new: bool) -> None:
         """Record the size of a storage. An unknown storage is only added if it `may_be_new`."""
+        if storage.device.type == "meta":  # that of a fake tensor, too
+            return
         key, size = storage._cdata, storage.size()
         known = self._storages.get(key)
         if known is not None:

@@ -6,7 +6,7 @@ A token budget limits the length of prompt and answer. For generation, the lengt
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import TypeVar
@@ -23,7 +23,6 @@ from torchtune_adaptive.engine.results import StepResult
 from torchtune_adaptive.engine.search import SearchResult
 from torchtune_adaptive.engine.snapshot import restoring_state
 from torchtune_adaptive.errors import ConfigError, Remedy
-from torchtune_adaptive.formatting import format_bytes, in_columns
 from torchtune_adaptive.lifecycle.console import log_rank_0
 from torchtune_adaptive.rl.rollouts import Rollout, worst_rollout
 from torchtune_adaptive.rl.settings import PPOSettings
@@ -32,7 +31,6 @@ from torchtune_adaptive.tune.batch_size import (
     LONGEST_SAMPLE,
     SEARCH_SKIPPED,
     check_lengths,
-    peak_of,
     profile_lengths,
     remedies_for_long_samples,
     search_rows,
@@ -78,16 +76,11 @@ class LimitFinder:
         with self._optimizer_state_in_memory(memory):
             if budget is not None:
                 return {stage: self._measure(memory, stage, profile_lengths).limit for stage in configured}
-            results: dict[str, SearchResult] = {}
+            limits = {}
             for stage in configured:
-                samples = self._stages.by_name[stage].samples
-                results[stage] = self._measure(memory, stage, partial(search_rows, whole_step_rows=samples))
-        lines: list[Sequence[object]] = [("stage", "rows", "peak", "of budget")]
-        for stage, result in results.items():
-            peak = peak_of(result) or 0
-            lines.append((stage, result.rows, format_bytes(peak), f"{100 * peak / result.budget_bytes:5.0f} %"))
-        log_rank_0(f"limit of each stage, with all models in memory\n{in_columns(lines)}")
-        return {stage: RowLimit(result.rows) for stage, result in results.items()}
+                search = partial(search_rows, whole_step_rows=self._stages.by_name[stage].samples)
+                limits[stage] = RowLimit(self._measure(memory, stage, search).rows)
+            return limits
 
     def _check_prompts(self, longest: int) -> None:
         """Collective: check that each prompt and an answer fit in `longest` tokens and in the models' max_seq_len."""
@@ -153,8 +146,7 @@ class LimitFinder:
 
     def _worst_rollout(self) -> Rollout:
         """Collective: return the longest rollout whose prompt leaves room for an answer."""
-        length, most = self._settings.adaptive.sequence_length, self._most_tokens
-        sample = worst_sample(self._data, length)
+        sample, most = worst_sample(self._data, self._settings.adaptive.sequence_length), self._most_tokens
         prompt = torch.as_tensor(sample["tokens"], dtype=torch.long)
         return worst_rollout(prompt if most is None else prompt[: most - self._new_tokens], self._new_tokens)
 
