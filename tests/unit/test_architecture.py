@@ -72,7 +72,7 @@ WITHOUT_TORCH = {
     "lifecycle.signals",
 }
 TUNE_SIDE = {"config", "lifecycle", "checkpoints", "tune", "rl", "demo", "cli"}
-ABOUT_A_RUN = {"arguments", "hf.remedies", "skyrl.workers", "skyrl.passes"}
+ABOUT_A_RUN = {"arguments", "hf.trainer", "skyrl.workers", "skyrl.passes"}
 """Arguments of trainers with the names of keys."""
 ARGUMENTS_TOO = {"batch_size", "gradient_accumulation_steps"}
 """Config keys that are also names of library arguments."""

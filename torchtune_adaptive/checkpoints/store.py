@@ -17,7 +17,6 @@ import uuid
 import zlib
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -131,19 +130,6 @@ class OutputDirectory:
     def staging(self) -> Path:
         """The directory in which this run writes its checkpoints, and no other run does."""
         return self.path / SAVING / self.mark
-
-    def remove_staging(self) -> None:
-        """Remove this run's staging directory."""
-        shutil.rmtree(self.staging, ignore_errors=True)
-        with suppress(OSError):
-            (self.path / SAVING).rmdir()
-
-
-def mark_directory(path: Path) -> OutputDirectory:
-    """Create this run's staging directory in an existing directory."""
-    marked = OutputDirectory(path=path.absolute(), mark=uuid.uuid4().hex)
-    marked.staging.mkdir(parents=True)
-    return marked
 
 
 @dataclass(frozen=True, kw_only=True)

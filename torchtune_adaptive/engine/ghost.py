@@ -370,7 +370,10 @@ class GhostMode(TorchDispatchMode):
         """Raise an error if the pass has stored a fake tensor, because later passes would compute with it."""
         self._fakes.allow_non_fake_inputs = False
         gc.collect()
-        kept = [each for each in gc.get_objects() if _is_plain(type(each)) and maybe_get_fake_mode(each) is self._fakes]
+        tensors = (
+            each for each in gc.get_objects() if issubclass(type(each), Tensor) and not wraps_tensors(type(each))
+        )
+        kept = [each for each in tensors if maybe_get_fake_mode(each) is self._fakes]
         if kept:
             raise refusal(
                 f"the model or `forward_backward` keeps a tensor of {[*kept[0].shape]} outside of the modules"
@@ -509,7 +512,9 @@ class GhostMode(TorchDispatchMode):
             _mark(overwritten, known=False)
             return overwritten[0] if isinstance(result, Tensor) else result
         if call.name in _FILLING and not _is_float(result):  # such as the mask from which tokens per expert are counted
-            return _filled(call, result.device)
+            with unset_fake_temporarily():
+                shape_only = torch.empty(call.args[0].shape, dtype=call.args[0].dtype, device="meta")
+                return call.func(shape_only, *call.args[1:], **{**call.kwargs, "device": result.device})
         return tree_map(partial(self._make_up, call), result)
 
     def _compute_values(self, call: _Call) -> Any:
@@ -594,10 +599,6 @@ def _repeated(source: Tensor, shape: torch.Size) -> Tensor:
     return source.flatten().repeat(times)[: shape.numel()].view(shape)
 
 
-def _is_plain(kind: type) -> bool:
-    return issubclass(kind, Tensor) and not wraps_tensors(kind)
-
-
 def _is_float(tensor: Tensor) -> bool:
     return tensor.is_floating_point() or tensor.is_complex()
 
@@ -635,15 +636,6 @@ def _with_known_size(call: _Call) -> _Call:
         tensor, mask = call.args
         return _Call(torch.ops.aten.index.Tensor, (tensor.expand_as(mask), _without_masks([mask])), {})
     return call
-
-
-def _filled(call: _Call, device: torch.device) -> Tensor:
-    """Run an operation that depends only on the shape of its input."""
-    source, *others = call.args
-    with unset_fake_temporarily():
-        shape_only = torch.empty(source.shape, dtype=source.dtype, device="meta")
-        filled: Tensor = call.func(shape_only, *others, **{**call.kwargs, "device": device})
-        return filled
 
 
 def _without_masks(indices: Sequence[Tensor | None]) -> list[Tensor | None]:

@@ -44,16 +44,19 @@ def new_gloo_group() -> dist.ProcessGroup:
 
 
 @contextmanager
-def explaining_failures(what: str, already_matched: Callable[[], bool] = bool) -> Iterator[None]:
+def explaining_failures(
+    what: str, already_matched: Callable[[], bool] = bool, *, in_other_code: bool = False
+) -> Iterator[None]:
     """Replace an error of a collective by a CollectiveFailedError that explains it.
 
     An out-of-memory error is raised unchanged if `already_matched` returns False: the collective can be issued again.
-    If it returns True, peers have matched the collective, and the error is fatal.
+    If it returns True, peers have matched the collective, and the error is fatal. With `in_other_code`, errors that do
+    not come from a collective are raised unchanged, too.
     """
     try:
         yield
     except Exception as error:
-        if is_oom(error) and not already_matched():
+        if (is_oom(error) and not already_matched()) or (in_other_code and not comes_from_a_collective(error)):
             raise
         raise _explanation(what, error) from error
 
@@ -62,18 +65,6 @@ def comes_from_a_collective(error: Exception) -> bool:
     """Return True for an error of NCCL or gloo."""
     # since torch 2.15, "nccl" raises a RuntimeError: "NCCL AllReduce failed: ..."
     return isinstance(error, dist.DistBackendError) or re.search(r"/gloo/|\bNCCL \w+ failed: ", str(error)) is not None
-
-
-@contextmanager
-def explaining_collectives(what: str) -> Iterator[None]:
-    """As `explaining_failures`, for code in which other errors can occur, too. These are raised unchanged."""
-    try:
-        yield
-    except Exception as error:
-        if comes_from_a_collective(error):
-            with explaining_failures(what):
-                raise
-        raise
 
 
 def _explanation(what: str, error: Exception) -> CollectiveFailedError:

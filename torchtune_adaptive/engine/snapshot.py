@@ -50,7 +50,7 @@ def restoring_state(models: Sequence[nn.Module], optimizers: Sequence[Optimizer]
     their optimizer may change them (see `_idles`); a checksum verifies that the others are unchanged."""
     idling = [*filter(_idles, optimizers)]
     trained = [each for model in models for each in model.parameters() if each.requires_grad]
-    of_idling = [each for optimizer in idling for each in _parameters_of(optimizer)]
+    of_idling = [each for optimizer in idling for group in optimizer.param_groups for each in group["params"]]
     unchanged = {id(each): each for each in (of_idling if optimizers else trained)}
     with _keeping_weights(unchanged.values(), idling), _restoring(models, optimizers, trained, unchanged):
         yield
@@ -107,10 +107,6 @@ def _restoring(
         rng.restore()
 
 
-def _parameters_of(optimizer: Optimizer) -> list[Tensor]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
-
-
 def _idles(optimizer: Optimizer) -> bool:
     """Return True if a step with a learning rate, gradients and state of 0 changes no bit of the weights."""
     # `capturable` divides by the learning rate, `maximize` adds 0 instead of -0; hooks of a compiled step may not run
@@ -124,7 +120,8 @@ def _idle(optimizer: Optimizer, *_: object) -> None:
     """Let the next step change no weight, although it needs as much memory: set everything that it multiplies to 0."""
     for group in optimizer.param_groups:
         group["lr"] = group["lr"].zero_() if isinstance(group["lr"], Tensor) else 0.0
-    for tensor in (*(each.grad for each in _parameters_of(optimizer)), *tree_iter(dict(optimizer.state))):
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for tensor in (*(each.grad for each in parameters), *tree_iter(dict(optimizer.state))):
         if isinstance(tensor, Tensor):
             tensor.zero_()
 

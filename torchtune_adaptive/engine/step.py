@@ -38,7 +38,7 @@ from torchtune_adaptive.engine.limits import Limit, MicrobatchSize
 from torchtune_adaptive.engine.memory import Gauge, MemorySource
 from torchtune_adaptive.engine.oom import clear_frames, fatal_on_oom, is_oom, release_memory, requested_bytes
 from torchtune_adaptive.engine.plans import Plan, Sample, SampleKind, load_of, size_of, spread
-from torchtune_adaptive.engine.ranks import explaining_collectives, rank, world_size
+from torchtune_adaptive.engine.ranks import explaining_failures, rank, world_size
 from torchtune_adaptive.engine.recovery import Recovery, has_gradients
 from torchtune_adaptive.engine.results import (
     AttemptReport,
@@ -351,7 +351,7 @@ class StepRunner(Generic[Sample]):
             return added if totals is None else totals.plus(added)
         except Exception as error:
             if not (self.recovery.enabled and is_oom(error)):
-                with explaining_collectives("a collective of the model"):  # FSDP's own are explained already
+                with explaining_failures("a collective of the model", in_other_code=True):  # FSDP's are explained
                     raise
             self._requested_bytes = requested_bytes(error)
             clear_frames(error)

@@ -122,7 +122,8 @@ class LimitFinder:
 
         # Suspend the memory limit, so that an error comes from the search, with the size of the shortage.
         with memory.unlimited():
-            rollout = self._worst_rollout()
+            sample, most = worst_sample(self._data, self._settings.adaptive.sequence_length), self._most_tokens
+            prompt = torch.as_tensor(sample["tokens"], dtype=torch.long)[: None if most is None else most - new]
             if updates:
                 allocate_gradients(trained_before)
 
@@ -133,7 +134,7 @@ class LimitFinder:
         norm = getattr(stages[name].model, "norm", None)
         return TrainingStep(
             runner=self._stages.runners[name],
-            sample=rollout,
+            sample=worst_rollout(prompt, new),
             cut=Rollout.with_shorter_prompt if generates else Rollout.shortened,
             # A rollout that grows first has a longer answer and, above `knee` tokens, a longer prompt. Generation
             # always allocates the longest answer, so only the prompt grows.
@@ -143,12 +144,6 @@ class LimitFinder:
             optimizers=(),  # _optimizer_state_in_memory restores their state
             boundaries={"layers": norm} if norm is not None else {},
         )
-
-    def _worst_rollout(self) -> Rollout:
-        """Collective: return the longest rollout whose prompt leaves room for an answer."""
-        sample, most = worst_sample(self._data, self._settings.adaptive.sequence_length), self._most_tokens
-        prompt = torch.as_tensor(sample["tokens"], dtype=torch.long)
-        return worst_rollout(prompt if most is None else prompt[: most - self._new_tokens], self._new_tokens)
 
 
 def allocate_gradients(models: Iterable[nn.Module]) -> None:

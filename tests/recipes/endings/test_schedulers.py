@@ -70,7 +70,7 @@ def begin(output_dir: Path, status: int) -> None:
     """Write the files of a run that has just started."""
     output_dir.mkdir()
     if status != NOT_BEGUN:
-        run_state.record_start(output_dir, serial=0)
+        run_state.write_record(output_dir, run_state.RunRecord(serial=0))
 
 
 @pytest.mark.parametrize(
