@@ -20,16 +20,16 @@ from tests.hf.trainers import STEPS, Run, arguments, collate, difference, failin
 from torchtune_adaptive.errors import ConfigError, RecoveryUnsupportedError
 from torchtune_adaptive.hf import AdaptiveArguments
 from torchtune_adaptive.hf.losses import (
+    CHECKED_TOKENS,
     FP32_TOLERANCE,
     HALF_TOLERANCE,
     BatchLoss,
-    Counts,
     Reduction,
     TwoSamples,
     how_losses_add_up,
 )
 from torchtune_adaptive.hf.metrics import BatchMetrics
-from torchtune_adaptive.hf.steps import CHECKED_TOKENS
+from torchtune_adaptive.hf.samples import Counts
 
 pytestmark = pytest.mark.timeout(300)
 

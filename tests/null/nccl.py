@@ -28,6 +28,7 @@ from tests.distributed.faults.finetuning import Case
 from tests.distributed.faults.meshes import MeshCase
 from tests.distributed.faults.recipes import RecipeCase
 from tests.distributed.faults.sweeps import ALL_CASES, FIGURES, AnyCase, Outcome, sweep
+from tests.nccl_problems import problems_in
 from tests.null.processes import OnNull, null_processes
 from tests.ranks import RankFailed, RanksHung
 from torchtune_adaptive.atomic_files import read_json
@@ -120,7 +121,7 @@ def swept(
             found = [(backend, Outcome(injected=not hung, hung=hung))]
         report = Replay(folder)
     [(name, outcome)] = {*found}
-    return Checked(name, outcome, report.calls, report.problems)
+    return Checked(name, outcome, report.calls, problems_in(report))
 
 
 def without_drains(*arguments: Any) -> Outcome:

@@ -23,10 +23,10 @@ from tests.distributed.models import gradients_equal, gradients_of, runner_of
 from tests.fault_injection import FaultInjector, wrapping_passes
 from tests.ranks import RankFailed, run_on_ranks
 from torchtune_adaptive.engine import ghost
+from torchtune_adaptive.engine.consistency import LATE_S
 from torchtune_adaptive.engine.limits import RowLimit
 from torchtune_adaptive.engine.memory import MemoryMeter
 from torchtune_adaptive.engine.plans import SampleKind
-from torchtune_adaptive.engine.ranks import LATE_S
 from torchtune_adaptive.engine.results import Totals
 from torchtune_adaptive.engine.step import StepRunner
 

@@ -22,7 +22,7 @@ from tests.distributed.faults.fault_variants import over_ranks
 from tests.distributed.models import mesh_of, samples_of
 from tests.fault_injection import FaultInjector, wrapping_passes
 from tests.ranks import run_on_ranks
-from torchtune_adaptive.engine.ranks import LATE_S
+from torchtune_adaptive.engine.consistency import LATE_S
 from torchtune_adaptive.engine.recovery import Recovery
 from torchtune_adaptive.engine.results import Totals
 from torchtune_adaptive.engine.step import StepRunner

@@ -16,9 +16,10 @@ from tests.distributed.count_collectives import CountCollectives
 from tests.fault_injection import FaultInjector
 from tests.ranks import run_on_ranks
 from torchtune_adaptive.engine import buckets
+from torchtune_adaptive.engine.consistency import LATE_S
 from torchtune_adaptive.engine.limits import RowLimit
 from torchtune_adaptive.engine.plans import SampleKind
-from torchtune_adaptive.engine.ranks import LATE_S, message_counters
+from torchtune_adaptive.engine.ranks import message_counters
 from torchtune_adaptive.engine.results import Totals
 from torchtune_adaptive.engine.step import StepRunner
 from torchtune_adaptive.errors import UnrecoverableError

@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[3]
 FULL, LORA = "adaptive_full_finetune_distributed", "adaptive_lora_finetune_distributed"
 SMALL = ("dataset.samples=32", "epochs=1", "output_dir=out", "use_maximum_batch_size=False", "adaptive=null")
 STOCK_ON_A_LAPTOP = (
-    "tokenizer=torchtune_adaptive.demo.tokenizer.demo_tokenizer",
+    "tokenizer=torchtune_adaptive.demo.tokenizer.DemoTokenizer",
     "~tokenizer.path",
     "tokenizer.max_seq_len=256",
     "model=torchtune_adaptive.demo.model.demo_model",

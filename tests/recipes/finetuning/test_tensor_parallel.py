@@ -23,7 +23,7 @@ TENSOR = (
 BY_ONE = ("batch_size=1", "gradient_accumulation_steps=4")
 """The same steps in microbatches of one row."""
 
-SEARCHED = ("use_maximum_batch_size=True", "adaptive.search=decrease", "adaptive.sequence_length=256")
+SEARCHED = ("use_maximum_batch_size=True", "adaptive.search=binary", "adaptive.sequence_length=256")
 BUDGET = ("adaptive.token_budget=auto", "adaptive.sequence_length=null")
 LIMITS = "adaptive.memory_limit=[64MiB,64MiB,64MiB,16MiB]"
 CLIPPED = "clip_grad_norm=0.5"
