@@ -23,7 +23,6 @@ class Remedy(Enum):
     MEASURING_STRATEGY = "pass strategy='linear'"
     ROOM_FOR_NCCL = "if CUDA was out of memory, leave more memory to NCCL: give CudaMemory a limit, for example 0.9"
     CAP_MEMORY = "set cap_bytes of MemoryMeter"
-    MEASURE = "measure on the device with find_max_batch_size"
 
 
 def without_backward(remedies: Sequence[Remedy]) -> tuple[Remedy, ...]:
@@ -41,13 +40,13 @@ class AdaptiveError(Exception):
         self.remedies = remedies
 
     def __str__(self) -> str:
-        return self.in_words({remedy: remedy.value for remedy in self.remedies})
+        return self.in_words({})
 
     def in_words(self, words: Mapping[Remedy, str]) -> str:
-        """Return the message. `words` has the text of each remedy."""
+        """Return the message. `words` has the texts of remedies that are phrased differently than in `Remedy`."""
         if not self.remedies:
             return self.fact
-        *others, last = (words[remedy] for remedy in self.remedies)
+        *others, last = (words.get(remedy, remedy.value) for remedy in self.remedies)
         comma = "," if len(others) > 1 else ""
         return f"{self.fact}; {', '.join(others)}{comma} or {last}" if others else f"{self.fact}; {last}"
 
@@ -114,18 +113,6 @@ class CollectiveFailedError(UnrecoverableError):
 
 class OneRowDoesNotFitError(AdaptiveError):
     """A single row exceeds the memory budget."""
-
-    def __init__(self, fact: str, *remedies: Remedy, need_bytes: int | None = None, budget_bytes: int = 0) -> None:
-        super().__init__(fact, *remedies)
-        self.need_bytes = need_bytes
-        """The memory that one row needs; None if the probe ran out of memory."""
-        self.budget_bytes = budget_bytes
-
-    def with_remarks(self, *remarks: str) -> OneRowDoesNotFitError:
-        """Return a copy of this error, with remarks about the row added to its fact."""
-        text = "; ".join(filter(None, remarks))
-        fact = f"{self.fact} ({text})" if text else self.fact
-        return OneRowDoesNotFitError(fact, *self.remedies, need_bytes=self.need_bytes, budget_bytes=self.budget_bytes)
 
 
 class RunFinished(Exception):

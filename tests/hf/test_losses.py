@@ -18,16 +18,16 @@ from transformers import Trainer
 from tests.hf.trainers import STEPS, arguments, difference, failing_in_forward, train
 from torchtune_adaptive.hf import AdaptiveArguments
 from torchtune_adaptive.hf.losses import (
+    CHECKED_TOKENS,
     FP32_TOLERANCE,
     HALF_TOLERANCE,
     BatchLoss,
-    Counts,
     Reduction,
     TwoSamples,
     how_losses_add_up,
 )
 from torchtune_adaptive.hf.metrics import BatchMetrics
-from torchtune_adaptive.hf.steps import CHECKED_TOKENS
+from torchtune_adaptive.hf.samples import Counts
 
 pytestmark = pytest.mark.timeout(300)
 

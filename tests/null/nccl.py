@@ -27,6 +27,7 @@ from tests.distributed import models
 from tests.distributed.faults.meshes import OnMesh
 from tests.distributed.faults.scenarios import SCENARIOS, RecipeStage, Scenario
 from tests.distributed.faults.sweeps import FIGURES, Outcome, sweep
+from tests.nccl_problems import problems_in
 from tests.null.processes import OnNull, null_processes
 from tests.ranks import RankFailed, RanksHung
 from torchtune_adaptive.atomic_files import read_json
@@ -124,7 +125,7 @@ def swept(
             found = [(backend, Outcome(injected=not hung, hung=hung))]
         report = Replay(folder)
     [(name, outcome)] = {*found}
-    return Checked(name, outcome, report.calls, report.problems)
+    return Checked(name, outcome, report.calls, problems_in(report))
 
 
 def without_drains(*arguments: Any) -> Outcome:

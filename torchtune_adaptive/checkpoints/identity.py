@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import cast
+from typing import Any, cast
 
 from omegaconf import DictConfig, OmegaConf
 
-from torchtune_adaptive.config.keys import value_at
+from torchtune_adaptive.config.keys import flat
 
 RUN_KEYS = (
     "model",
@@ -34,20 +34,17 @@ MAY_BE_LOWERED = "tokenizer.max_seq_len"
 
 def identity_of(cfg: DictConfig, recipe: str) -> dict[str, object]:
     """Return the values that must not change, by dotted key."""
-    values = {key: value_at(cfg, key) for key in RUN_KEYS}
-    plain = {
-        key: OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
-        for key, value in values.items()
-    }
-    flat = _flat({"recipe": recipe, **plain})
-    flat.pop(MAY_BE_LOWERED, None)
+    plain = cast(dict[str, Any], OmegaConf.to_container(cfg, resolve=True))
+    values = flat({"recipe": recipe, **{key: plain.get(key) for key in RUN_KEYS}})
+    values.pop(MAY_BE_LOWERED, None)
     if recipe == "full_ppo":  # PPO uses this key only to split a step into microbatches
-        flat.pop("gradient_accumulation_steps", None)
-    return cast(dict[str, object], json.loads(json.dumps(flat, default=str)))  # as in a manifest: keys are strings
+        values.pop("gradient_accumulation_steps", None)
+    return cast(dict[str, object], json.loads(json.dumps(values, default=str)))  # as in a manifest
 
 
 def difference(current: Mapping[str, object], saved: Mapping[str, object]) -> str | None:
     """Describe the keys that differ, with both values, or return None. If the recipe differs, ignore other keys."""
+    current, saved = flat(current), flat(saved)  # a manifest may have lists
     another_recipe = current.get("recipe") != saved.get("recipe")
     changed = []
     for key in ["recipe"] if another_recipe else sorted(current.keys() | saved.keys()):
@@ -55,10 +52,3 @@ def difference(current: Mapping[str, object], saved: Mapping[str, object]) -> st
         if now != before and current.get(key) != saved.get(key):  # NaN differs from NaN
             changed.append(f"{key} is {now}, but was {before}")
     return ", and ".join(changed) or None
-
-
-def _flat(values: object, prefix: str = "") -> dict[str, object]:
-    """Flatten nested mappings to dotted keys. Values that are None are omitted, because torchtune ignores them."""
-    if not isinstance(values, Mapping):
-        return {} if values is None else {prefix.rstrip("."): values}
-    return {key: value for name, part in values.items() for key, value in _flat(part, f"{prefix}{name}.").items()}

@@ -44,7 +44,7 @@ def load_reference(settings: Settings, key: str = "ref_checkpointer") -> State:
     """Collective: load the frozen weights that the checkpointer in section `key` of the config names."""
     section = section_writing_to(settings.config, key, Path(settings.output_dir) / store.SAVING)
     checkpointer = components.build_section(key, OmegaConf.create(section), should_load_recipe_state=False)
-    weights: State = _on_all_ranks(checkpointer.load_checkpoint, "the weights", key)[training.MODEL_KEY]
+    weights: State = load_on_all_ranks(checkpointer.load_checkpoint, "the weights", key)[training.MODEL_KEY]
     return weights
 
 
@@ -56,12 +56,7 @@ def section_writing_to(cfg: DictConfig, key: str, staging: Path) -> dict[str, An
     return {**plain, "output_dir": str(staging)}
 
 
-def load(checkpointer: Checkpointer, files: Files | None) -> State:
-    """Collective: load the initial weights, or the weights and state to resume from."""
-    return _on_all_ranks(checkpointer.load_checkpoint, f"checkpoint {files.folder}" if files else "the weights")
-
-
-def _on_all_ranks(work: Callable[[], Value], what: str, key: str = "checkpointer") -> Value:
+def load_on_all_ranks(work: Callable[[], Value], what: str, key: str = "checkpointer") -> Value:
     """Collective: run `work` on all ranks. If it fails on any, raise the error of the lowest such rank on all."""
     result, problem = None, None
     try:

@@ -10,7 +10,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 
@@ -41,7 +41,7 @@ from torchtune_adaptive.config.components import in_a_line
 from torchtune_adaptive.config.keys import Settings
 from torchtune_adaptive.config.remedies import KEYS
 from torchtune_adaptive.engine.oom import fatal_on_oom, is_oom
-from torchtune_adaptive.engine.ranks import explaining_collectives, from_all_ranks
+from torchtune_adaptive.engine.ranks import explaining_failures, from_all_ranks
 from torchtune_adaptive.engine.snapshot import RngState
 from torchtune_adaptive.errors import CheckpointError, Remedy, RunStopped, UnrecoverableError
 from torchtune_adaptive.failed_writes import cause_of_failed_write, python_opens_files
@@ -89,7 +89,9 @@ class CheckpointManager:
 
     def load(self) -> State:
         """Collective: return the initial weights, or the weights and state of the checkpoint to resume from."""
-        return loading.load(self._checkpointer, self._start.files)
+        files = self._start.files
+        what = f"checkpoint {files.folder}" if files else "the weights"
+        return loading.load_on_all_ranks(self._checkpointer.load_checkpoint, what)
 
     @contextmanager
     def continue_random_state(self, progress: Progress) -> Iterator[None]:
@@ -134,7 +136,8 @@ class CheckpointManager:
                 f"checkpoint {name} is not saved, because the weights are NaN or infinite; {_last_good()}: start a new "
                 f"run{' from there' * bool(self.last)}, with a lower optimizer.lr or a clip_grad_norm"
             )
-        with fatal_on_oom(partial(out_of_memory_in, name)), explaining_collectives(f"gathering checkpoint {name}"):
+        gathering = explaining_failures(f"gathering checkpoint {name}", in_other_code=True)
+        with fatal_on_oom(partial(out_of_memory_in, name)), gathering:
             optimizer_state = gather_optimizer_state(model, optimizer, self._device)
             weights = gather_weights(self._contents.sharded(model), self._device)
         state = {**progress.recipe_state(), training.DATALOADER_KEY: dict(loader_state)}
@@ -209,7 +212,9 @@ class CheckpointManager:
     def close(self) -> None:
         """Remove the staging directory."""
         if dist.get_rank() == 0:
-            self._directory.remove_staging()
+            shutil.rmtree(self._directory.staging, ignore_errors=True)
+            with suppress(OSError):
+                self._directory.staging.parent.rmdir()
 
 
 def describe_failure(error: Exception, directory: Path) -> str:

@@ -7,6 +7,7 @@ resume_from_checkpoint: False    a fresh start, in an output directory without c
 from __future__ import annotations
 
 import logging
+import uuid
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -43,11 +44,6 @@ class Start:
     """On rank 0, the open file that locks the output directory."""
     directory: OutputDirectory
 
-    @property
-    def resumes(self) -> bool:
-        """True if the run resumes from a checkpoint."""
-        return self.files is not None
-
     def release(self) -> None:
         """Unlock the directory. Call it after the last write."""
         if self.lock is not None:
@@ -76,7 +72,7 @@ def find_start(settings: Settings, recipe: str, *, steps: StepsOnRanks | None = 
     if HOOKS.has_values:
         THIS_RUN.record_directory = own_path  # on all ranks, because any rank may record the end
         if dist.get_rank() == 0:
-            run_state.record_start(own_path, start.serial)
+            run_state.write_record(own_path, run_state.RunRecord(serial=start.serial))
     return replace(start, lock=lock)
 
 
@@ -100,7 +96,8 @@ def decide(settings: Settings, recipe: str, steps: StepsOnRanks | None = None) -
     try:
         directory.mkdir(parents=True, exist_ok=True)
         store.clean(directory)
-        marked = store.mark_directory(directory)
+        marked = OutputDirectory(path=directory.absolute(), mark=uuid.uuid4().hex)
+        marked.staging.mkdir(parents=True)
     except OSError as error:
         raise unwritable(directory, error) from error
     serial = 1 + max((checkpoint.serial for checkpoint in checkpoints), default=-1)

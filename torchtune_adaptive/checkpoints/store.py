@@ -17,10 +17,9 @@ import uuid
 import zlib
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Protocol, get_origin, get_type_hints
+from typing import Any, Protocol
 
 from torchtune_adaptive.atomic_files import DRAFTS, naming, read_json, sync
 from torchtune_adaptive.formatting import count_of, printable
@@ -132,19 +131,6 @@ class OutputDirectory:
         """The directory in which this run writes its checkpoints, and no other run does."""
         return self.path / SAVING / self.mark
 
-    def remove_staging(self) -> None:
-        """Remove this run's staging directory."""
-        shutil.rmtree(self.staging, ignore_errors=True)
-        with suppress(OSError):
-            (self.path / SAVING).rmdir()
-
-
-def mark_directory(path: Path) -> OutputDirectory:
-    """Create this run's staging directory in an existing directory."""
-    marked = OutputDirectory(path=path.absolute(), mark=uuid.uuid4().hex)
-    marked.staging.mkdir(parents=True)
-    return marked
-
 
 @dataclass(frozen=True, kw_only=True)
 class Files:
@@ -170,15 +156,10 @@ def files_of(folder: Path, manifest: Manifest) -> Files:
     )
 
 
-def checkpoint_paths(directory: Path) -> list[Path]:
-    """Return all paths with the name of a checkpoint."""
-    return [path for path in sorted(directory.glob("*")) if NAME.fullmatch(path.name)]
-
-
 def find_checkpoints(directory: Path) -> list[FoundCheckpoint]:
     """Return all checkpoint directories, those with a valid manifest first, in descending order of serial."""
     checkpoints = []
-    for path in filter(Path.is_dir, checkpoint_paths(directory)):
+    for path in (path for path in sorted(directory.glob("*")) if NAME.fullmatch(path.name) and path.is_dir()):
         found = read_manifest(path)
         manifest, fault = (found, None) if isinstance(found, Manifest) else (None, found)
         checkpoints.append(FoundCheckpoint(path, manifest, fault))
@@ -270,8 +251,6 @@ def read_manifest(folder: Path) -> Manifest | str:
         files = {name: FileRecord(**record) for name, record in values.pop("files").items()}
         position = Position(**values.pop("position"))
         manifest = Manifest(files=files, position=position, **values)
-        for record in (manifest, position, *files.values()):
-            _check_types(record)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return f"has a damaged {MANIFEST_FILE}"
     for name, record in manifest.files.items():
@@ -282,13 +261,6 @@ def read_manifest(folder: Path) -> Manifest | str:
             fault = "is missing" if size is None else f"has {size} bytes, not {record.bytes}"
             return f"is damaged: {printable(name)} {fault}"
     return manifest
-
-
-def _check_types(record: Any) -> None:
-    """Raise TypeError if a field has a value of another type. Does not check the items of mappings."""
-    for name, kind in get_type_hints(type(record)).items():
-        if not isinstance(value := getattr(record, name), Mapping if get_origin(kind) is Mapping else kind):
-            raise TypeError(f"{name} is {value!r}")
 
 
 def record_files(folder: Path) -> dict[str, FileRecord]:

@@ -40,11 +40,6 @@ def locate(name: str) -> Path:
     return file_named(name, config_files(), "config", "--config ")
 
 
-def name_of(path: Path) -> str:
-    """Return the name of a config file if it has one, otherwise its path."""
-    return {file: name for name, file in config_files().items()}.get(path, str(path))
-
-
 def read_config(path: Path, overrides: Sequence[str]) -> DictConfig:
     """Return the config of a file, with overrides that have the same meaning as in torchtune."""
     parts = [f"~{key}" for key, part in _read_yaml(path).items() if isinstance(part, dict) and COMPONENT in part]

@@ -43,8 +43,9 @@ def build(key: str, cfg: DictConfig, *args: Any, **kwargs: Any) -> Any:
 
 def build_section(key: str, section: object, *args: Any, **kwargs: Any) -> Any:
     """Build the component of a section. Errors name its key."""
-    if isinstance(section, DictConfig) and COMPONENT in section:
-        path_of(key, section)  # torchtune reads `model=null` as `model._component_=null`
+    if isinstance(section, DictConfig) and COMPONENT in section and not isinstance(path := section[COMPONENT], str):
+        # torchtune reads `model=null` as `model._component_=null`
+        raise ConfigError(f"{key}.{COMPONENT} is {shown(path)}: allowed is the dotted path of a class or a function")
     try:
         return config.instantiate(section, *args, **kwargs)
     except AdaptiveError:
@@ -59,14 +60,6 @@ def build_section(key: str, section: object, *args: Any, **kwargs: Any) -> Any:
         if unexpected and isinstance(section, DictConfig) and unexpected[1] in section:
             message += f"; remove it, for example by '~{key}.{unexpected[1]}' on the command line"
         raise ConfigError(message) from error
-
-
-def path_of(key: str, section: object) -> str:
-    """Return the `_component_` of a section."""
-    path = checked_section(key, section).get(COMPONENT)
-    if not isinstance(path, str):
-        raise ConfigError(f"{key}.{COMPONENT} is {shown(path)}: allowed is the dotted path of a class or a function")
-    return path
 
 
 def imported(key: str, path: str) -> Any:

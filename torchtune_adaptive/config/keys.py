@@ -126,6 +126,17 @@ def value_at(cfg: DictConfig, key: str) -> Any:
         return None
 
 
+def flat(value: object, key: str = "") -> dict[str, object]:
+    """Return the values of nested sections and lists by dotted key, such as `dataset[0].source`, without nulls."""
+    if isinstance(value, Mapping):
+        parts = {f"{key}.{name}" if key else str(name): part for name, part in value.items()}
+    elif isinstance(value, list):
+        parts = {f"{key}[{at}]": part for at, part in enumerate(value)}
+    else:
+        return {} if value is None else {key: value}
+    return {name: each for at, part in parts.items() for name, each in flat(part, at).items()}
+
+
 def plain(section: Any, name: str) -> Mapping[Any, object]:
     """Return a section as a mapping, which is empty if the section is missing. `name` is its key in errors."""
     if OmegaConf.is_config(section):

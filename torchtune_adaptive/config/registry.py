@@ -78,10 +78,12 @@ class NamedConfig:
 def our_configs() -> list[NamedConfig]:
     """Return the configs of this package. The recipe of a config is the one in its comments."""
     root = Path(str(resources.files("torchtune_adaptive.configs")))
-    return [
-        NamedConfig(recipe_in_comments(path), PREFIX + path.relative_to(root).with_suffix("").as_posix(), path)
-        for path in sorted(root.rglob("*.yaml"))
-    ]
+    configs = []
+    for path in sorted(root.rglob("*.yaml")):
+        command = _RECIPE_IN_COMMENTS.search(path.read_text(encoding="utf-8", errors="replace"))
+        name = PREFIX + path.relative_to(root).with_suffix("").as_posix()
+        configs.append(NamedConfig(command[1] if command else "", name, path))
+    return configs
 
 
 def stock_configs() -> list[NamedConfig]:
@@ -114,12 +116,6 @@ def recipe_files() -> dict[str, Path]:
 def config_files() -> dict[str, Path]:
     """Return the files of all configs by name."""
     return {config.name: config.path for config in (*our_configs(), *stock_configs())}
-
-
-def recipe_in_comments(config: Path) -> str:
-    """Return the recipe in the `tune run` command in a config's comments, or ""."""
-    command = _RECIPE_IN_COMMENTS.search(config.read_text(encoding="utf-8", errors="replace"))
-    return command[1] if command else ""
 
 
 def file_of(name: str) -> Path:

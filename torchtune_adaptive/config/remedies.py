@@ -27,7 +27,6 @@ KEYS: Mapping[Remedy, str] = {
         "batch_size"
     ),
     Remedy.CAP_MEMORY: "set adaptive.memory_limit, for example to 8GiB",
-    Remedy.MEASURE: "measure on the device with use_maximum_batch_size: True",
 }
 
 KEYS_IN_PPO: Mapping[Remedy, str] = {

@@ -58,8 +58,3 @@ class DemoTokenizer:
         others = {key: value for key, value in sample.items() if key != "messages"}
         tokens, mask = self.tokenize_messages(sample["messages"], add_end_tokens=not inference)
         return {**others, "tokens": tokens, "mask": mask}
-
-
-def demo_tokenizer(max_seq_len: int | None = None) -> DemoTokenizer:
-    """Return the tokenizer, for `tokenizer._component_`."""
-    return DemoTokenizer(max_seq_len=max_seq_len)

@@ -206,12 +206,6 @@ class CollectiveLedger:
         for root in self._roots:
             fsdp.abandon(root)
 
-    def forget(self, stage: str) -> None:
-        """Drop the record of a stage. Call it on all ranks if its collectives change from its next step on."""
-        self._records.pop(stage, None)
-        if self._ghosts:
-            self._ghosts.forget(stage)
-
     def copy_record(self, *, of_stage: str, to_stage: str) -> None:
         """Copy what is known about communication outside FSDP to another stage of the same model."""
         found = self._records[of_stage]

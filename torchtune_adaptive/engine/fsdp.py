@@ -125,13 +125,10 @@ def why_recovery_is_off(model: nn.Module) -> str | None:
         return "it is sharded over only some of the ranks"
     if any(group._all_reduce_hook is not None for group in groups):
         return "it has an all-reduce hook, whose collectives are unknown"
-    if any("SymmMem" in type(each).__name__ for group in groups for each in _collectives(group)):
+    comms = [each for group in groups for each in (group._all_gather_comm, group._reduce_scatter_comm)]
+    if any("SymmMem" in type(each).__name__ for each in comms):
         return "it uses symmetric memory (set_symm_mem_for_comm), and a failed rank would allocate other buffers of it"
     return varying_setting(groups)
-
-
-def _collectives(group: FSDPParamGroup) -> tuple[AllGather, ReduceScatter]:
-    return group._all_gather_comm, group._reduce_scatter_comm
 
 
 def why_hooks_forbid_it(model: nn.Module) -> str | None:

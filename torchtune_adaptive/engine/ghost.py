@@ -54,8 +54,9 @@ try:
     from torch._subclasses.fake_tensor import (
         DataDependentOutputException,
         DynamicOutputShapeException,
-        FakeTensor,
         FakeTensorMode,
+        is_fake,
+        maybe_get_fake_mode,
         unset_fake_temporarily,
     )
     from torch.distributed.tensor._ops._mask_buffer import MaskBuffer
@@ -90,7 +91,6 @@ _TOUCHED: dict[Any, str] = {
     nn.Module: "_compiled_call_impl",
     MaskBuffer: "data materialize_mask refcount",
     FakeTensorMode: "allow_non_fake_inputs",
-    FakeTensor: "fake_mode",
     OpOverloadPacket: "_op",
     torch._ops.OpOverload: "_opname _schema namespace",
     dist.ProcessGroup: " ".join((*_METHODS, "unbox", "_get_backend", "_device_types")),
@@ -158,10 +158,6 @@ class GhostPasses:
         """Unwrap the collectives."""
         while self._restore:
             self._restore.pop()()
-
-    def forget(self, stage: str) -> None:
-        """Forget that this stage was checked, so that its next ghost pass begins with a check."""
-        self._checked.discard(stage)
 
     def begin_microbatch(self) -> None:
         """Store the message counters at the beginning of a microbatch, and start to log its integers."""
@@ -374,7 +370,10 @@ class GhostMode(TorchDispatchMode):
         """Raise an error if the pass has stored a fake tensor, because later passes would compute with it."""
         self._fakes.allow_non_fake_inputs = False
         gc.collect()
-        kept = [each for each in gc.get_objects() if type(each) is FakeTensor and each.fake_mode is self._fakes]
+        tensors = (
+            each for each in gc.get_objects() if issubclass(type(each), Tensor) and not wraps_tensors(type(each))
+        )
+        kept = [each for each in tensors if maybe_get_fake_mode(each) is self._fakes]
         if kept:
             raise refusal(
                 f"the model or `forward_backward` keeps a tensor of {[*kept[0].shape]} outside of the modules"
@@ -395,7 +394,7 @@ class GhostMode(TorchDispatchMode):
             return self._communicate(call)
         if getattr(func, "namespace", "") not in COMMUNICATING:
             return self._compute(call)
-        return args[0] if isinstance(args[0], FakeTensor) else call.run_for_real()
+        return args[0] if is_fake(args[0]) else call.run_for_real()
 
     def _communicate(self, call: _Call) -> Any:
         """Collective, unless skipped: issue an operation that communicates."""
@@ -429,12 +428,12 @@ class GhostMode(TorchDispatchMode):
 
     def _with_real_masks(self, call: _Call) -> _Call:
         """Replace fake masks, which have no values, by real zeros, because collectives send the values of masks."""
-        if not any(isinstance(each, FakeTensor) and not _is_float(each) for each in call.tensors):
+        if not any(is_fake(each) and not _is_float(each) for each in call.tensors):
             return call
         self.used_unknown_values = True
         with unset_fake_temporarily():
             args, kwargs = tree_map(
-                lambda each: _zeros(each) if isinstance(each, FakeTensor) and not _is_float(each) else each,
+                lambda each: _zeros(each) if is_fake(each) and not _is_float(each) else each,
                 (call.args, call.kwargs),
             )
         return _Call(call.func, args, kwargs)
@@ -498,50 +497,49 @@ class GhostMode(TorchDispatchMode):
         self._place = (self._place[0], self._place[1] + 1)
 
     def _compute(self, call: _Call) -> Any:
-        """Run an operation that does not communicate."""
-        name, args = call.name, call.args
-        if name == "lift_fresh" or (all(map(_is_known, call.tensors)) and _is_small(call)):
-            is_random = torch.Tag.nondeterministic_seeded in call.func.tags
-            self.used_unknown_values |= is_random
-            result = _mark(call.run_for_real(), known=True)
-            if "empty" in name or (is_random and self._made_up and all(map(_is_float, tree_iter(result)))):
-                with unset_fake_temporarily():  # random integers are kept, because 0 may be out of their range
-                    tree_map(torch.zero_, result)
-            return result
-        if name in _INDEXING:
-            call = call._replace(args=(args[0], _without_masks(args[1]), *args[2:]))
-        elif name == "masked_select" and _is_known(args[1]):
-            call = _Call(torch.ops.aten.index.Tensor, (args[0].expand_as(args[1]), _without_masks([args[1]])), {})
+        """Run an operation that does not communicate. Values that a ghost pass does not have are fake or made up."""
+        if call.name == "lift_fresh" or (all(map(_is_known, call.tensors)) and _is_small(call)):
+            return self._compute_values(call)
+        call = _with_known_size(call)
         try:
             result = call.run()
         except DataDependentOutputException:
-            self.used_unknown_values, self._reads = True, self._reads + 1
-            if self._reads > _MAX_READS:
-                raise refusal(f"it reads more than {_MAX_READS:,} computed values{caller()}") from None
-            return self._made_up * (_LARGE if _is_float(args[0]) else 1)
+            return self._read(call)
         except DynamicOutputShapeException:
             raise refusal(f"the output size of {call.func}{caller()} depends on computed values") from None
         if overwritten := [each for each in call.written if _is_known(each)]:
             self.used_unknown_values = self.used_unknown_values or not all(map(_is_float, overwritten))
             _mark(overwritten, known=False)
             return overwritten[0] if isinstance(result, Tensor) else result
-        if name in _FILLING and not _is_float(result):  # such as the mask from which tokens per expert are counted
+        if call.name in _FILLING and not _is_float(result):  # such as the mask from which tokens per expert are counted
             with unset_fake_temporarily():
-                shape_only = torch.empty(args[0].shape, dtype=args[0].dtype, device="meta")
-                return call.func(shape_only, *args[1:], **{**call.kwargs, "device": result.device})
-        # masks that are computed stay fake: they can be as large as activations
-        return tree_map(
-            lambda each: (
-                self._make_up(call, each)
-                if isinstance(each, FakeTensor) and not _is_float(each) and each.dtype != torch.bool
-                else each
-            ),
-            result,
-        )
+                shape_only = torch.empty(call.args[0].shape, dtype=call.args[0].dtype, device="meta")
+                return call.func(shape_only, *call.args[1:], **{**call.kwargs, "device": result.device})
+        return tree_map(partial(self._make_up, call), result)
 
-    def _make_up(self, call: _Call, fake: FakeTensor) -> Tensor:
+    def _compute_values(self, call: _Call) -> Any:
+        """Run an operation whose result depends only on known values; the values of random floats are made up."""
+        is_random = torch.Tag.nondeterministic_seeded in call.func.tags
+        self.used_unknown_values |= is_random
+        result = _mark(call.run_for_real(), known=True)
+        if "empty" in call.name or (is_random and self._made_up and all(map(_is_float, tree_iter(result)))):
+            with unset_fake_temporarily():  # random integers are kept, because 0 may be out of their range
+                tree_map(torch.zero_, result)
+        return result
+
+    def _read(self, call: _Call) -> float:
+        """Return a number for a value that the model reads from a fake tensor."""
+        self.used_unknown_values, self._reads = True, self._reads + 1
+        if self._reads > _MAX_READS:
+            raise refusal(f"it reads more than {_MAX_READS:,} computed values{caller()}") from None
+        return self._made_up * (_LARGE if _is_float(call.args[0]) else 1)
+
+    def _make_up(self, call: _Call, fake: Any) -> Any:
         """Return real integers instead of a fake result. Indices, such as those of `topk`, are spread evenly over the
-        dimension or, if `made_up` is 1, equal in all rows. Other integers get the value of `made_up`, 0 or 1."""
+        dimension or, if `made_up` is 1, equal in all rows. Other integers get the value of `made_up`, 0 or 1. Computed
+        masks stay fake, because they can be as large as activations."""
+        if not is_fake(fake) or _is_float(fake) or fake.dtype == torch.bool:
+            return fake
         self.used_unknown_values = True
         source = call.args[0]
         named = dict(zip((each.name for each in call.func._schema.arguments), call.args, strict=False)) | call.kwargs
@@ -607,7 +605,7 @@ def _is_float(tensor: Tensor) -> bool:
 
 def _is_known(value: object) -> bool:
     """Return True if a ghost pass has the values: integers, and small tensors that depend only on integers."""
-    if not isinstance(value, Tensor) or isinstance(value, FakeTensor):
+    if not isinstance(value, Tensor) or is_fake(value):
         return False
     return not _is_float(value) or getattr(value, _KNOWN, False)
 
@@ -630,8 +628,17 @@ def _mark(result: Any, *, known: bool) -> Any:
     return result
 
 
-def _without_masks(indices: Sequence[Tensor | None]) -> list[Tensor | None]:
+def _with_known_size(call: _Call) -> _Call:
     """Replace known masks by indices, so that the result has a known size."""
+    if call.name in _INDEXING:
+        return call._replace(args=(call.args[0], _without_masks(call.args[1]), *call.args[2:]))
+    if call.name == "masked_select" and _is_known(call.args[1]):
+        tensor, mask = call.args
+        return _Call(torch.ops.aten.index.Tensor, (tensor.expand_as(mask), _without_masks([mask])), {})
+    return call
+
+
+def _without_masks(indices: Sequence[Tensor | None]) -> list[Tensor | None]:
     found: list[Tensor | None] = []
     for each in indices:
         if each is not None and each.dtype in (torch.bool, torch.uint8) and _is_known(each):

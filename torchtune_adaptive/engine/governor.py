@@ -114,10 +114,6 @@ class Governor:
         """Allow one more retry of a single row under the same limit."""
         self._retried_single_row = False
 
-    def start_over(self) -> None:
-        """Return to the allowed limit, for example because microbatches need less memory from now on."""
-        self._switch_to(None)
-
     def out_of_memory(self, failed: Mapping[int, MicrobatchSize], step: int, *, reduced_once: bool = False) -> Change:
         """Lower the limit after microbatches ran out of memory. `failed` maps ranks to their failed microbatch.
 

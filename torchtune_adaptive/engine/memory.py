@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, UntypedStorage, nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
@@ -140,6 +139,8 @@ class MemoryMeter(TorchDispatchMode):
     place. Without FSDP, the peak is therefore higher by one parameter than without the meter.
     """
 
+    retries, fullness = 0, 0.0  # because a CPU's allocator has no cache
+
     def __init__(self, cap_bytes: int | None = None) -> None:
         super().__init__()
         self.cap_bytes = cap_bytes
@@ -165,16 +166,6 @@ class MemoryMeter(TorchDispatchMode):
             raise ConfigError("a CPU has no memory limit to search within", Remedy.CAP_MEMORY)
         return self.cap_bytes
 
-    @property
-    def retries(self) -> int:
-        """Always 0, because a CPU's allocator has no cache to flush."""
-        return 0
-
-    @property
-    def fullness(self) -> float:
-        """Always 0, because a CPU's allocator has no cache."""
-        return 0.0
-
     @contextmanager
     def unlimited(self) -> Iterator[None]:
         """Do not enforce the cap while open, to measure a peak above it."""
@@ -195,7 +186,7 @@ class MemoryMeter(TorchDispatchMode):
             return result
         before, peak_before = self.live_bytes, self.peak_bytes
         for tensor in (result,) if type(result) is Tensor else tree_iter(result):
-            if isinstance(tensor, Tensor) and not isinstance(tensor, FakeTensor):
+            if isinstance(tensor, Tensor):
                 self._update(tensor.untyped_storage(), may_be_new=effect is not _Effect.CHANGES_SIZE)
         if self.live_bytes > before and effect is not _Effect.MATCHED:
             try:
@@ -237,6 +228,8 @@ class MemoryMeter(TorchDispatchMode):
 
     def _update(self, storage: UntypedStorage, *, may_be_new: bool) -> None:
         """Record the size of a storage. An unknown storage is only added if it `may_be_new`."""
+        if storage.device.type == "meta":  # that of a fake tensor, too
+            return
         key, size = storage._cdata, storage.size()
         known = self._storages.get(key)
         if known is not None:

@@ -32,7 +32,6 @@ _SILENT = {"wait_tensor", "_wrap_tensor_autograd"}
 """Operations in these namespaces that do not communicate."""
 _OTHER_CODE = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]), "<")
 """Prefixes of the names of files that are not the user's: torch, this package, generated code."""
-_MOST_NAMES = 3
 
 
 def messages() -> Counter[str]:
@@ -113,8 +112,7 @@ class MessagesOutsideFsdp:
         """Name the operations. If they are unknown, since another thread or rank called them, count their messages."""
         if not self._operations:
             return f"{count_of(self.most, 'message')} per microbatch"
-        others = len(self._operations) - _MOST_NAMES
-        return ", ".join(self._operations[:_MOST_NAMES]) + (f" and {others} more" if others > 0 else "")
+        return ", ".join(self._operations)
 
 
 def outside_fsdp_error(description: object) -> RecoveryUnsupportedError:

@@ -32,7 +32,6 @@ from torchtune_adaptive.engine.plans import Sample
 from torchtune_adaptive.engine.ranks import Agreement, from_rank_0, rank
 from torchtune_adaptive.engine.results import StepResult
 from torchtune_adaptive.engine.search import (
-    NEED_RECOVERY,
     ONE_ROW_REMEDIES,
     STRATEGIES,
     Budget,
@@ -388,7 +387,7 @@ def find_max_batch_size(
     """
     check_choice("strategy", strategy, STRATEGIES)
     candidate_rows(max_rows, round_to)
-    if strategy in NEED_RECOVERY and not step.runner.recovers:
+    if strategy != "linear" and not step.runner.recovers:
         raise ConfigError(
             f"strategy {strategy!r} runs out of memory on purpose, but this step cannot be repeated after that",
             Remedy.MEASURING_STRATEGY,

@@ -1,32 +1,23 @@
-"""All communication between ranks except FSDP's own. Without a process group, there is one rank.
-
-This module also compares the replicas of a sharded model, because FSDP2 does not check that they start with equal
-weights. Unequal replicas would stay different, because they get equal gradients.
-"""
+"""All communication between ranks except FSDP's own, and its errors. Without a process group, there is one rank."""
 
 import re
 import time
-import zlib
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeVar, cast
+from typing import TypeVar, cast
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.tensor import DTensor
 
 from torchtune_adaptive.engine.oom import is_oom
-from torchtune_adaptive.errors import CollectiveFailedError, Remedy, UnrecoverableError
+from torchtune_adaptive.errors import CollectiveFailedError, Remedy
 
 Value = TypeVar("Value")
 
-LATE_S = 2.0
-"""Seconds to wait for a peer's announcement. It may be late on a null device, which does not wait for collectives."""
-UNCHANGED = "as before"
-"""A rank whose step equals its previous one announces nothing. Errors show this text for it."""
 _HOST_GROUPS: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup | None] = WeakKeyDictionary()
 """Maps a training group to the gloo group that communicates tensors on the host; None if the group does so itself."""
 
@@ -53,16 +44,19 @@ def new_gloo_group() -> dist.ProcessGroup:
 
 
 @contextmanager
-def explaining_failures(what: str, already_matched: Callable[[], bool] = bool) -> Iterator[None]:
+def explaining_failures(
+    what: str, already_matched: Callable[[], bool] = bool, *, in_other_code: bool = False
+) -> Iterator[None]:
     """Replace an error of a collective by a CollectiveFailedError that explains it.
 
     An out-of-memory error is raised unchanged if `already_matched` returns False: the collective can be issued again.
-    If it returns True, peers have matched the collective, and the error is fatal.
+    If it returns True, peers have matched the collective, and the error is fatal. With `in_other_code`, errors that do
+    not come from a collective are raised unchanged, too.
     """
     try:
         yield
     except Exception as error:
-        if is_oom(error) and not already_matched():
+        if (is_oom(error) and not already_matched()) or (in_other_code and not comes_from_a_collective(error)):
             raise
         raise _explanation(what, error) from error
 
@@ -71,18 +65,6 @@ def comes_from_a_collective(error: Exception) -> bool:
     """Return True for an error of NCCL or gloo."""
     # since torch 2.15, "nccl" raises a RuntimeError: "NCCL AllReduce failed: ..."
     return isinstance(error, dist.DistBackendError) or re.search(r"/gloo/|\bNCCL \w+ failed: ", str(error)) is not None
-
-
-@contextmanager
-def explaining_collectives(what: str) -> Iterator[None]:
-    """As `explaining_failures`, for code in which other errors can occur, too. These are raised unchanged."""
-    try:
-        yield
-    except Exception as error:
-        if comes_from_a_collective(error):
-            with explaining_failures(what):
-                raise
-        raise
 
 
 def _explanation(what: str, error: Exception) -> CollectiveFailedError:
@@ -173,67 +155,6 @@ class Agreement:
         return [*map(bool, on_ranks.tolist())]
 
 
-class EqualSteps:
-    """Checks that all ranks run the same number of samples and microbatches, without a collective.
-
-    If the numbers differ, ranks wait for each other in different collectives until the group's timeout. Therefore a
-    rank writes its numbers to the group's store when they change, before the first collective of the step. It reads
-    those of its peers before the first collective of the run. In later steps, it reads them after the first collective
-    of the step, because a peer may have announced nothing. Steps without a change cost nothing.
-    """
-
-    _instances = 0
-
-    def __init__(self, *, enabled: bool) -> None:
-        # a unique key, equal on all ranks, because they create their runners in the same order
-        self._name = f"torchtune_adaptive/step/{EqualSteps._instances}"
-        EqualSteps._instances += 1
-        self._announced, self._announcements, self._unchecked = "", 0, False
-        self._enabled = enabled and world_size() > 1 and dist.get_backend() != "fake"  # fake groups have no peers
-
-    def announce(self, sizes: str) -> None:
-        """Announce the sizes of this rank's step, if they have changed. Call it before the first collective.
-
-        The first call raises as `check` does.
-        """
-        if self._enabled and sizes != self._announced:
-            self._announced, self._announcements, self._unchecked = sizes, self._announcements + 1, True
-            _store().set(self._key(rank()), sizes)
-            _store().check([self._key(rank())])  # waits for `set`, which TCPStore does not acknowledge
-            if self._announcements == 1:
-                self.check(waits=True)
-
-    def check(self, *, waits: bool = False) -> None:
-        """Raise UnrecoverableError if this rank has announced a step, and a peer did not announce the same one. Call it
-        after a collective in which all ranks take part, or with `waits` to wait for their announcements."""
-        if not self._unchecked:
-            return
-        self._unchecked = False
-        if torch.cuda.is_initialized():  # the collective may still be queued
-            torch.cuda.synchronize()
-        until_s = time.monotonic() + (_store().timeout.total_seconds() if waits else LATE_S)
-        while set(steps := self._steps()) != {self._announced}:
-            if time.monotonic() > until_s or (waits and not set(steps) <= {self._announced, UNCHANGED}):
-                raise UnrecoverableError(
-                    f"the ranks have different numbers of microbatches in one step ({', '.join(steps)}, by "
-                    "rank), so they would wait for each other in different collectives: pass the same number and the "
-                    "same limit on every rank, or use a TokenLimit and a SampleKind with a filler"
-                )
-            time.sleep(0.01)
-
-    def _steps(self) -> list[str]:
-        """Return the steps that the ranks have announced, in order of rank."""
-        store, keys = _store(), [self._key(each) for each in range(world_size())]
-        return [store.get(key).decode() if store.check([key]) else UNCHANGED for key in keys]
-
-    def _key(self, rank: int) -> str:
-        return f"{self._name}/{self._announcements}/{rank}"
-
-
-def _store() -> Any:
-    return dist.distributed_c10d._get_default_store()
-
-
 def let_gloo_threads_finish() -> None:
     """Give gloo's threads time to free their tensors, for which they need Python's GIL.
 
@@ -269,70 +190,3 @@ def sum_over_ranks(value: torch.Tensor) -> torch.Tensor:
         with explaining_failures("the reduction of the loss"):
             dist.all_reduce(total)
     return total
-
-
-def compare_replicas(models: Iterable[nn.Module]) -> None:
-    """Collective if there are replicas: raise on all ranks if the replicas of any shard differ in a bit."""
-    replicated: dict[tuple[int, ...], list[Tensor]] = {}  # by the ranks that hold the same shards
-    for parameter in (each for model in models for each in model.parameters()):
-        # skips parameters without replicas, for example most of them under tensor parallelism
-        if len(ranks := _ranks_with_same_shard(parameter)) > 1:
-            replicated.setdefault(ranks, []).append(parameter)
-    if not replicated or world_size() == 1:
-        return
-    checksums = from_all_ranks({ranks: checksum(shards) for ranks, shards in replicated.items()})
-    for rank, own_checksums in enumerate(checksums):
-        for ranks, own_checksum in own_checksums.items():
-            if own_checksum != checksums[first := ranks[0]].get(ranks):
-                raise UnrecoverableError(
-                    f"the weights on rank {rank} differ from those on rank {first}, which holds the same shard: "
-                    "replicas get equal gradients, so they stay different; load the same weights on all ranks, or "
-                    "call torchtune_adaptive.synchronize_replicas(model.parameters()) before the first step. If each "
-                    "rank holds another part of the model, such as experts, make these parameters DTensors"
-                )
-
-
-def synchronize_replicas(parameters: Iterable[Tensor]) -> None:
-    """Collective if there are replicas: copy the values of the first replica to the others. Call it after weights were
-    initialized on sharded models, because ranks may draw different random numbers."""
-    for parameter in parameters:
-        if not isinstance(parameter, DTensor):
-            continue
-        for dim in _replicated_dims(parameter):
-            with explaining_failures("the synchronization of replicas"):
-                dist.broadcast(_local(parameter), group=parameter.device_mesh.get_group(dim), group_src=0)
-
-
-def _replicated_dims(parameter: DTensor) -> tuple[int, ...]:
-    """Return the dimensions of the mesh along which the parameter is replicated."""
-    size = parameter.device_mesh.size
-    return tuple(dim for dim, each in enumerate(parameter.placements) if each.is_replicate() and size(dim) > 1)
-
-
-def _ranks_with_same_shard(parameter: Tensor) -> tuple[int, ...]:
-    """Return the ranks that hold the same shard of this parameter as this rank, ascending."""
-    if not isinstance(parameter, DTensor):
-        return tuple(range(world_size()))
-    mesh = parameter.device_mesh
-    own_position = mesh.get_coordinate()
-    assert own_position is not None, "this rank is in the mesh of its parameters"
-    replicated = _replicated_dims(parameter)
-    ranks = mesh.mesh[tuple(slice(None) if dim in replicated else at for dim, at in enumerate(own_position))]
-    return tuple(sorted(ranks.flatten().tolist()))
-
-
-def checksum(parameters: Iterable[Tensor]) -> int:
-    """Return a CRC-32 of the bits of this rank's shards: NaN equals itself, and -0.0 differs from 0.0."""
-    value = 0
-    for parameter in parameters:
-        local = _local(parameter)
-        if type(local) is Tensor:  # skips tensor subclasses, whose bits are in several tensors
-            # copied, because FSDP cannot resize a storage after `numpy()`, and in pieces to save memory
-            for piece in local.flatten().split(2**20):
-                value = zlib.crc32(piece.to("cpu", copy=True).view(torch.uint8).numpy().data, value)
-    return value
-
-
-def _local(parameter: Tensor) -> Tensor:
-    detached = parameter.detach()
-    return detached.to_local() if isinstance(detached, DTensor) else detached

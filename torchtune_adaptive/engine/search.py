@@ -92,8 +92,6 @@ def one_row_error(
     return OneRowDoesNotFitError(
         f"one row of {length} tokens {need} on rank {rank}, whose budget is {budget}",
         *(remedies or ONE_ROW_REMEDIES),
-        need_bytes=need_bytes,
-        budget_bytes=budget_bytes,
     )
 
 
@@ -326,8 +324,6 @@ def _narrow(history: History) -> int | None:
     return rows if rows > low else history.candidate_above(low)
 
 
-NEED_RECOVERY = ("binary", "decrease")
-"""Strategies that run out of memory on purpose."""
 STRATEGIES: Mapping[str, Strategy] = {"linear": linear, "binary": binary, "decrease": decrease}
 
 
@@ -340,8 +336,6 @@ class SearchResult:
     budget_bytes: int
     probes: tuple[Probe, ...]
     """All probes, in the order in which they were measured."""
-    lines: Mapping[str, Surface]
-    """The line of each phase; empty if fewer than two numbers of rows were measured completely."""
     unrounded_rows: float
     """The rows before rounding: the prediction of the lines (`linear`), or the most rows that were accepted."""
     rows: int
@@ -392,7 +386,6 @@ def search(
         round_to=round_to,
         budget_bytes=history.budget_bytes,
         probes=history.probes,
-        lines=fit_lines(history.probes),
         unrounded_rows=unrounded_rows,
         rows=chosen,
         reason=_reason(history, unrounded_rows, chosen, round_to),

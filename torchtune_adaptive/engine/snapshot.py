@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import socket
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,36 +48,56 @@ def restoring_state(models: Sequence[nn.Module], optimizers: Sequence[Optimizer]
     """Collective: restore parameters, gradients, buffers, optimizer state and random generators at the end. Gradients
     are not copied, so the code inside must not accumulate into existing gradients. Weights are copied only if a step of
     their optimizer may change them (see `_idles`); a checksum verifies that the others are unchanged."""
-    rng = RngState.capture()
-    gradients = [(parameter, parameter.grad) for model in models for parameter in model.parameters()]
-    buffers = [
-        (module, name, buffer)
-        for model in models
-        for module in model.modules()
-        for name, buffer in module.named_buffers(recurse=False)
-    ]
-    states = [_OptimizerState(optimizer) for optimizer in optimizers]
-    trained = [parameter for parameter, _ in gradients if parameter.requires_grad]
-    idling = [optimizer for optimizer in optimizers if _idles(optimizer)]
+    idling = [*filter(_idles, optimizers)]
+    trained = [each for model in models for each in model.parameters() if each.requires_grad]
     of_idling = [each for optimizer in idling for group in optimizer.param_groups for each in group["params"]]
-    unchanged = {id(parameter): parameter for parameter in (of_idling if optimizers else trained)}
-    contents = (
-        *trained,
-        *(buffer for _, _, buffer in buffers),
-        *(tensor for state in states for tensor in state.tensors),
-    )
-    copies = copies_on_host({id(tensor): tensor for tensor in contents if id(tensor) not in unchanged}.values())
-    sums = checksums_of(unchanged.values())
+    unchanged = {id(each): each for each in (of_idling if optimizers else trained)}
+    with _keeping_weights(unchanged.values(), idling), _restoring(models, optimizers, trained, unchanged):
+        yield
+
+
+@contextmanager
+def _keeping_weights(weights: Iterable[Tensor], idling: Sequence[Optimizer]) -> Iterator[None]:
+    """Collective: let steps of these optimizers change no weight. Raise on all ranks if others have changed these."""
+    sums = checksums_of(weights)
     hooks = [optimizer.register_step_pre_hook(_idle) for optimizer in idling]
     try:
         yield
     finally:
         for hook in hooks:
             hook.remove()
+    with _disable_current_modes():
+        changed = from_all_ranks(checksums_of(weights) != sums)
+    if any(changed):
+        raise UnrecoverableError(
+            f"a search has changed the weights on rank {changed.index(True)}, and cannot restore them: in forward and "
+            "update, change weights only by steps of the optimizers"
+        )
+
+
+@contextmanager
+def _restoring(
+    models: Sequence[nn.Module], optimizers: Sequence[Optimizer], weights: Sequence[Tensor], unchanged: Container[int]
+) -> Iterator[None]:
+    """Collective: restore everything, but no tensor whose id is in `unchanged`."""
+    rng, states = RngState.capture(), [*map(_OptimizerState, optimizers)]
+    gradients = [(parameter, parameter.grad) for model in models for parameter in model.parameters()]
+    buffers = [(module._buffers, dict(module._buffers)) for model in models for module in model.modules()]
+    contents = [
+        *weights,
+        *tree_iter([before for _, before in buffers]),
+        *(each for state in states for each in state.tensors),
+    ]
+    copies = copies_on_host(
+        {id(each): each for each in contents if each is not None and id(each) not in unchanged}.values()
+    )
+    try:
+        yield
+    finally:
         for parameter, gradient in gradients:
             parameter.grad = gradient
-        for module, name, buffer in buffers:
-            setattr(module, name, buffer)
+        for current, before in buffers:
+            current.update(before)
         for state in states:
             state.restore()
         for tensor, parts in copies:
@@ -85,13 +105,6 @@ def restoring_state(models: Sequence[nn.Module], optimizers: Sequence[Optimizer]
             for plain, copied in zip(plain_tensors(tensor), parts, strict=True):
                 plain.detach().copy_(copied)
         rng.restore()
-    with _disable_current_modes():
-        changed = from_all_ranks(checksums_of(unchanged.values()) != sums)
-    if any(changed):
-        raise UnrecoverableError(
-            f"a search has changed the weights on rank {changed.index(True)}, and cannot restore them: in forward and "
-            "update, change weights only by steps of the optimizers"
-        )
 
 
 def _idles(optimizer: Optimizer) -> bool:

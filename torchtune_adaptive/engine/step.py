@@ -32,12 +32,13 @@ from torch import nn
 
 from torchtune_adaptive.engine import fsdp
 from torchtune_adaptive.engine.buckets import GradientBuckets
+from torchtune_adaptive.engine.consistency import EqualSteps
 from torchtune_adaptive.engine.governor import EXHAUSTED, RECOVERY, Change, Governor, LimitState, in_step
 from torchtune_adaptive.engine.limits import Limit, MicrobatchSize
 from torchtune_adaptive.engine.memory import Gauge, MemorySource
 from torchtune_adaptive.engine.oom import clear_frames, fatal_on_oom, is_oom, release_memory, requested_bytes
 from torchtune_adaptive.engine.plans import Plan, Sample, SampleKind, load_of, size_of, spread
-from torchtune_adaptive.engine.ranks import EqualSteps, explaining_collectives, rank, world_size
+from torchtune_adaptive.engine.ranks import explaining_failures, rank, world_size
 from torchtune_adaptive.engine.recovery import Recovery, has_gradients
 from torchtune_adaptive.engine.results import (
     AttemptReport,
@@ -171,14 +172,6 @@ class StepRunner(Generic[Sample]):
         if other.recovery.enabled and not other.recovers:
             self.recovers = False
             self._ledger.copy_record(of_stage=other.stage, to_stage=self.stage)
-
-    def start_over(self) -> None:
-        """Return to the original limit, and record the collectives of the next microbatch anew.
-
-        Call it on all ranks if microbatches need less memory or communicate differently from the next step on.
-        """
-        self._governor.start_over()
-        self._ledger.forget(self.stage)
 
     def measure_memory(self, memory: MemorySource | None) -> None:
         """Measure memory from the next step on. Results then contain it, and allocator retries lower the limit."""
@@ -358,7 +351,7 @@ class StepRunner(Generic[Sample]):
             return added if totals is None else totals.plus(added)
         except Exception as error:
             if not (self.recovery.enabled and is_oom(error)):
-                with explaining_collectives("a collective of the model"):  # FSDP's own are explained already
+                with explaining_failures("a collective of the model", in_other_code=True):  # FSDP's are explained
                     raise
             self._requested_bytes = requested_bytes(error)
             clear_frames(error)

@@ -26,12 +26,11 @@ from torchtune_adaptive.engine.results import Totals
 from torchtune_adaptive.engine.snapshot import override_attributes
 from torchtune_adaptive.engine.step import StepRunner
 from torchtune_adaptive.errors import ConfigError, RecoveryUnsupportedError
-from torchtune_adaptive.hf.losses import BatchLoss, Counts, Reduction, TwoSamples, how_losses_add_up, tolerance_of
-from torchtune_adaptive.hf.metrics import BatchMetrics
-from torchtune_adaptive.hf.samples import SAMPLES_KEY, CollatedBatch, KeepSamples, counts_of, media_in
+from torchtune_adaptive.hf.losses import BatchLoss, Reduction, TwoSamples, how_losses_add_up, tolerance_of
+from torchtune_adaptive.hf.metrics import BatchMetrics, only_fsdp_communicates
+from torchtune_adaptive.hf.samples import SAMPLES_KEY, CollatedBatch, Counts, KeepSamples, counts_of, media_in
 from torchtune_adaptive.hf.steps import (
     enforced_memory_limit,
-    only_fsdp_communicates,
     other_models,
     remember_random_state,
 )

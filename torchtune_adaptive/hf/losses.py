@@ -1,41 +1,57 @@
-"""Find out if the loss of a batch is the sum or a mean of its microbatches' losses, by a comparison of two samples."""
+"""Find out if the loss of a batch is the sum or a mean of its microbatches' losses, by a comparison of two samples.
+
+`LossCheck` runs two short samples in one batch and in separate ones. `how_losses_add_up` compares their losses.
+"""
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Iterable, Sequence
+import pickle
+import random
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from enum import Enum
+from functools import partial
+from itertools import chain, cycle, islice, repeat
+from operator import attrgetter
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 from torch.overrides import TorchFunctionMode
+
+from torchtune_adaptive.engine.fsdp import is_whole
+from torchtune_adaptive.engine.limits import RowLimit
+from torchtune_adaptive.engine.plans import SampleKind
+from torchtune_adaptive.engine.ranks import from_all_ranks, rank, world_size
+from torchtune_adaptive.engine.recovery import Recovery
+from torchtune_adaptive.engine.results import Totals
+from torchtune_adaptive.engine.snapshot import RngState
+from torchtune_adaptive.engine.step import StepRunner
+from torchtune_adaptive.errors import AdaptiveError
+from torchtune_adaptive.hf.metrics import only_fsdp_communicates
+from torchtune_adaptive.hf.samples import IGNORED, CollatedBatch, Counts, GeneratedRow, RawSample
+
+logger = logging.getLogger(__name__)
 
 FP32_TOLERANCE, TF32_TOLERANCE, HALF_TOLERANCE = 3e-5, 0.002, 0.02
 """Tolerances relative to the loss, by the precision of the model; HALF is 16 bits."""
 ROUNDING_ERROR = 1e-6
 """The largest rounding error relative to the loss in full precision."""
-
-
-class Counts(NamedTuple):
-    """The numbers by which the mean loss of a batch may be divided."""
-
-    rows: int = 0
-    labels: int = 0
-    """Labels that count in the loss."""
-    next_tokens: int = 0
-    """Labels without the first position of each row."""
-
-    @classmethod
-    def of_rows(cls, rows: int) -> Counts:
-        """Count the rows of a batch whose labels are not per token."""
-        return cls(rows, rows, rows)
-
-    @classmethod
-    def total(cls, counts: Iterable[Counts]) -> Counts:
-        """Add up the counts of microbatches."""
-        return cls(*map(sum, zip(*counts, strict=True)))
+MOST_CLASSES = 4
+"""In classification, the check pairs the shortest samples of up to this many classes with one other sample."""
+CHECKED_TOKENS = 32
+"""The check shortens samples to this many tokens, so that it needs little memory and time."""
+COPIED_BYTES = 2**24
+"""The check restores buffers and other tensors up to this size. Larger ones may be quantized weights."""
+NOT_SPLIT = (
+    "so a step cannot be split; use a loss that is a sum or a mean over rows or tokens, and that compares no samples, "
+    "uses no batch normalization and draws no random numbers for each row"
+)
+CHECK_FAILED = "the check of the loss, which needs two short samples in one batch, ran out of memory"
 
 
 class Reduction(Enum):
@@ -132,3 +148,180 @@ class WithoutDropout(TorchFunctionMode):
             args = args if len(args) <= 4 else (*args[:4], 0.0, *args[5:])
             options.pop("dropout_p", None)
         return function(*args, **options)
+
+
+class LossCheck:
+    """The checks of the loss in one `Trainer.train()`."""
+
+    def __init__(
+        self,
+        trainer: Any,
+        model: nn.Module,
+        collate: Callable[[Sequence[RawSample]], CollatedBatch],
+        kind: SampleKind[Any],
+        recovery: Recovery,
+    ) -> None:
+        self.reduction: Reduction | None = None
+        """How losses add up. None until it is known; then, each microbatch must be a batch of the data loader."""
+        self.checked_step = 0
+        """The step of the latest check; 0 before the first one."""
+        self.runner = StepRunner(
+            model, self._compute_loss, kind=kind, limit=RowLimit(2), recovery=recovery, stage="check of the loss"
+        )
+        self.runner.trains = False
+        self._trainer, self._model, self._collate = trainer, model, collate
+        self._split_steps = 0
+        self._scale = 0.0
+        """The largest loss of the first check. Later checks divide errors by the larger one of this loss and the
+        current one, because with a current loss near 0, rounding alone would be a large relative error."""
+
+    def is_due(self) -> bool:
+        """Return True if this step, which splits batches, must be checked: the first, 16th, 256th and so on of them,
+        and all while the reduction is unknown."""
+        self._split_steps += 1
+        in_turn = self._split_steps.bit_count() == 1 and self._split_steps.bit_length() % 4 == 1
+        return self.reduction is None or (in_turn and self.checked_step != self._trainer.state.global_step + 1)
+
+    def find(self, samples: Sequence[RawSample], num_items: Any, restore: Callable[[], None]) -> str | None:
+        """Collective: find out how the losses of microbatches add up. Return None, or the reason why a step cannot be
+        split. `restore` restores the state of the trainer before each pass."""
+        try:
+            on_ranks = self.run_pairs(samples, num_items, restore)
+        except Exception as error:
+            if world_size() > 1 or isinstance(error, AdaptiveError):  # the ranks could have failed in different places
+                raise
+            return f"the check of the loss has failed ({type(error).__name__}: {error})"
+        if on_ranks is None:
+            if rank() == 0:
+                logger.warning("%s, so it is skipped", CHECK_FAILED)
+            return None if self.reduction else CHECK_FAILED
+        if not on_ranks:
+            return "the losses of the shortest samples are infinite or NaN; remove samples without labels"
+        tolerance = tolerance_of(self._model, mixed_precision=self._trainer.accelerator.mixed_precision != "no")
+        if self.reduction is None or worst_error(on_ranks, self.reduction, self._scale) > tolerance:
+            shifts_labels = getattr(self._trainer, "_loss_shifts_labels", True)
+            self.reduction = how_losses_add_up(
+                on_ranks, shifts_labels=shifts_labels, tolerance=tolerance, scale=self._scale
+            )
+            if self.reduction is None:
+                worst = max(on_ranks, key=lambda each: min(each.errors(self._scale).values()))
+                return f"{worst}: it is neither their sum nor their mean, {NOT_SPLIT}"
+            self._scale = max(self._scale, *(abs(each.both.loss) for each in on_ranks))
+        self.checked_step = self._trainer.state.global_step + 1
+        return None
+
+    def run_pairs(
+        self, samples: Sequence[RawSample], num_items: Any, restore: Callable[[], None], *, alone: bool = False
+    ) -> list[TwoSamples] | None:
+        """Collective: return the finite losses of pairs of samples on all ranks, in one batch and in separate batches;
+        None if a rank runs out of memory.
+
+        The model is in training mode, since some terms of a loss exist only there, but without dropout. If a forward
+        pass draws random numbers on any rank, try again in evaluation mode. With `alone`, run one sample twice instead,
+        so that the engine sees if the loss communicates.
+        """
+        firsts, second = candidates(samples)
+        if not (is_whole(self._model) or isinstance(second, GeneratedRow)):  # so that all ranks use the same layers
+            firsts, second = from_all_ranks((firsts, second))[0]
+        attention = getattr(getattr(self._model, "config", None), "_attn_implementation", None)
+        self._num_items, self._restore = num_items, restore
+        self._restore_attributes = remember_attributes(self._trainer, *self._model.modules())
+        # Compiling for two samples could exceed the limit of recompilations. flex_attention has to be compiled.
+        stance = partial(torch.compiler.set_stance, "default" if attention == "flex_attention" else "force_eager")
+        try:
+            for training in (True, False):
+                self._in_training = training
+                self._losses: list[BatchLoss] = []
+                with stance(), WithoutDropout() if training else nullcontext():
+                    pairs = [microbatch for first in firsts for microbatch in ([first], [first, second])]
+                    result, _ = self.runner.attempt([[second], *([[second]] if alone else pairs)])
+                if result is None:
+                    return None
+                of_second, *others = (each._replace(loss=float(each.loss)) for each in self._losses)
+                tried = [*map(TwoSamples, others[1::2], others[::2], repeat(of_second))]
+                on_ranks = [*chain(*from_all_ranks(tried))]
+                if not any(each.both.is_random for each in on_ranks):
+                    break
+        finally:
+            self._model.train()
+            self._restore_attributes()
+            self._losses = []
+        return [each for each in on_ranks if math.isfinite(each.first.loss + each.second.loss)]
+
+    def _compute_loss(self, samples: Sequence[RawSample]) -> Totals:
+        """Collective: compute the loss of a microbatch without gradients, and add it to `_losses`."""
+        self._restore()
+        self._restore_attributes()
+        self._model.train(self._in_training)
+        trainer, state, batch = self._trainer, random_state(), self._collate(samples)
+        isolated = only_fsdp_communicates(trainer, self._model, generated=isinstance(samples[0], GeneratedRow))
+        with torch.no_grad(), isolated, trainer.compute_loss_context_manager():
+            inputs = trainer._prepare_inputs(batch.inputs)
+            loss = trainer.compute_loss(self._model, inputs, num_items_in_batch=self._num_items)
+        self._losses.append(BatchLoss(loss.detach(), batch.counts, is_random=state != random_state()))
+        return Totals(torch.zeros(()), 0)
+
+
+def candidates(samples: Sequence[Any]) -> tuple[list[RawSample], RawSample]:
+    """Collective: return candidates for the first of two samples, and the second sample.
+
+    A candidate has fewer labels than the second sample, so that reductions give different results. All ranks return the
+    same number of candidates, because computing a loss is collective.
+    """
+    by_length = sorted(samples, key=attrgetter("length"))
+    labelled = [each for each in by_length if each.label != IGNORED] or by_length
+    shortest = [each.shortened(CHECKED_TOKENS) for each in labelled]
+    one = shortest[0]
+    if isinstance(one, GeneratedRow):  # set scores and lengths, because they may be equal in all rows
+        return [one.scored(1.0, targets=1)], one.scored(2.0, targets=one.length)
+    others = sorted(shortest[1:] or shortest, key=lambda each: (each.label == one.label, each.length == one.length))
+    of_classes = {each.label: each for each in reversed(shortest)}
+    most = min(max(from_all_ranks(len(of_classes))), MOST_CLASSES)
+    firsts = islice(cycle(of_classes.values()), most)
+    return [each.with_targets(few=True) for each in firsts], others[0].with_targets()
+
+
+def random_state() -> object:
+    """Return the states of all random generators that a forward pass may use, to compare them."""
+    python, numpy, torch_states = random.getstate(), pickle.dumps(np.random.get_state()), RngState.capture()
+    return python, numpy, [None if each is None else each.tolist() for each in (torch_states.cpu, torch_states.cuda)]
+
+
+def remember_attributes(*owners: Any) -> Callable[[], None]:
+    """Return a function that restores buffers, and attributes that are or were numbers, strings or tensors.
+
+    A loss may count its calls, or keep an average in an attribute. A check of the loss must not change these.
+    """
+    attributes = [(vars(owner), dict(vars(owner))) for owner in owners]
+    buffers = [(now["_buffers"], dict(now["_buffers"])) for now, _ in attributes if "_buffers" in now]
+    values = chain.from_iterable(before.values() for _, before in (*attributes, *buffers))
+    contents = [(each, each.detach().clone()) for each in {*filter(_is_small_tensor, values)}]
+
+    @torch.no_grad()
+    def restore() -> None:
+        for now, before in attributes:
+            _restore_values(now, before)
+        for now, before in buffers:
+            now.update(before)
+        for tensor, content in contents:
+            if not torch.equal(tensor, content):  # for example the statistics of a batch normalization
+                tensor.copy_(content)
+
+    return restore
+
+
+def _is_small_tensor(value: object) -> bool:
+    return isinstance(value, Tensor) and not isinstance(value, nn.Parameter) and value.nbytes <= COPIED_BYTES
+
+
+def _restore_values(now: dict[str, Any], before: dict[str, Any]) -> None:
+    """Restore numbers, strings and tensors. A new True stays, with all that was added beside it: it may mean that
+    something is initialized."""
+    present, saved = (
+        {name: each for name, each in attributes.items() if isinstance(each, int | float | str | Tensor)}
+        for attributes in (now, before)
+    )
+    added = {name: each for name, each in present.items() if name not in before}
+    now.update(saved)
+    for name in added if not any(each is True for each in added.values()) else ():
+        del now[name]

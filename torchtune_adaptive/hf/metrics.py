@@ -5,14 +5,18 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from itertools import chain, zip_longest
 from operator import mul
 from typing import Any, NamedTuple
 
-from torch import Tensor
+import torch
+from accelerate.utils import recursively_apply
+from torch import Tensor, nn
 
-from torchtune_adaptive.engine.ranks import from_all_ranks
+from torchtune_adaptive.engine.fsdp import FSDPModule
+from torchtune_adaptive.engine.ranks import from_all_ranks, world_size
+from torchtune_adaptive.engine.snapshot import override_attributes
 
 _OF_TOKENS = re.compile("token|entropy|kl$|logits|clip_ratio")
 _COUNTER = "num_tokens"
@@ -127,3 +131,34 @@ class _MetricWeights(NamedTuple):
             if (not is_chosen or chosen) and not ("rejected" in name and chosen)
         ]
         return sum(rows) if _OF_TOKENS.search(name) else len(rows)
+
+
+@contextmanager
+def only_fsdp_communicates(trainer: Any, model: nn.Module, *, generated: bool = False) -> Iterator[None]:
+    """Suppress the gathers of metrics in TRL's trainers, because a rank that ran out of memory could not complete them.
+
+    Within this context, a gather returns the value of this rank for all ranks; `BatchMetrics` combines the metrics
+    later. The gathers of other trainers stay, because their losses may depend on them. The context also gathers the
+    weight of a frozen head before the pass: TRL reads it without calling the module, so FSDP's hooks would not gather
+    it. Batches that are `generated` are not prepared again.
+    """
+    head: Any = getattr(model, "get_output_embeddings", lambda: None)()
+    weight = getattr(head, "weight", None)
+    gathers_head = isinstance(head, FSDPModule) and weight is not None and not weight.requires_grad
+    with ExitStack() as stack:
+        if generated:
+            stack.enter_context(override_attributes(trainer, _prepare_inputs=lambda inputs: inputs))
+        if world_size() > 1 and hasattr(trainer, "_metrics"):
+            local: dict[str, Any] = {"gather": _repeat_for_ranks, "gather_for_metrics": _repeat_for_ranks}
+            local["reduce"] = lambda value, *_, **__: value  # TRL reduces and divides two sums
+            stack.enter_context(override_attributes(trainer.accelerator, **local))
+        if gathers_head:
+            head.unshard()
+        yield
+        if gathers_head:
+            head.reshard()
+
+
+def _repeat_for_ranks(value: Any, *_: Any, **__: Any) -> Any:
+    """Return this rank's value as often as there are ranks; used in place of a gather."""
+    return recursively_apply(lambda tensor: torch.cat([torch.atleast_1d(tensor)] * world_size()), value)

@@ -30,8 +30,9 @@ from torchtune_adaptive.engine.snapshot import override_attributes
 from torchtune_adaptive.engine.step import StepRunner
 from torchtune_adaptive.errors import ConfigError, LimitExhaustedError
 from torchtune_adaptive.formatting import format_apart
+from torchtune_adaptive.hf.metrics import only_fsdp_communicates
 from torchtune_adaptive.hf.samples import GeneratedRow, share_of_rank
-from torchtune_adaptive.hf.steps import Shared, only_fsdp_communicates
+from torchtune_adaptive.hf.steps import Shared
 from torchtune_adaptive.report.tables import search_table
 
 logger = logging.getLogger(__name__)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -17,7 +17,6 @@ from torch.utils.data import DataLoader, get_worker_info
 
 from torchtune_adaptive.engine.ranks import from_all_ranks, rank, world_size
 from torchtune_adaptive.errors import ConfigError
-from torchtune_adaptive.hf.losses import Counts
 from torchtune_adaptive.run_hooks import HOOKS
 
 SAMPLES_KEY = "adaptive_samples"
@@ -29,6 +28,26 @@ ANSWERS = ("chosen_ids", "rejected_ids", "completion_ids", "chosen_input_ids", "
 TARGET_MASKS = ("completion_mask", "assistant_masks")
 TOKENS = {"input_ids", "attention_mask", "labels", "token_type_ids", "position_ids", "seq_lengths", *TARGET_MASKS}
 """Fields of a sample that has no others, except for texts and numbers that do not depend on the tokens."""
+
+
+class Counts(NamedTuple):
+    """The numbers by which the mean loss of a batch may be divided."""
+
+    rows: int = 0
+    labels: int = 0
+    """Labels that count in the loss."""
+    next_tokens: int = 0
+    """Labels without the first position of each row."""
+
+    @classmethod
+    def of_rows(cls, rows: int) -> Counts:
+        """Count the rows of a batch whose labels are not per token."""
+        return cls(rows, rows, rows)
+
+    @classmethod
+    def total(cls, counts: Iterable[Counts]) -> Counts:
+        """Add up the counts of microbatches."""
+        return cls(*map(sum, zip(*counts, strict=True)))
 
 
 @dataclass(frozen=True)
@@ -83,19 +102,12 @@ class RawSample:
         """
         if not isinstance(self.features, Mapping) or "input_ids" not in self.features:
             return self
-        features, labels = dict(self.features), self.features.get("labels", ())
-        tokens, values = _tokens(features["input_ids"]), labels.tolist() if hasattr(labels, "tolist") else labels
-        labelled = 2 if few else tokens
-        is_list = isinstance(values, list) and len(values) == tokens and all(isinstance(each, int) for each in values)
-        if is_list and (not few or IGNORED in values):
-            known = next((label for label in values if label != IGNORED), 0)
-            filled = [known if few or label == IGNORED else label for label in values]
-            filled[labelled:] = [IGNORED] * (len(filled) - labelled)
-            array = np.array(filled) if isinstance(labels, np.ndarray) else filled
-            features["labels"] = labels.new_tensor(filled) if isinstance(labels, Tensor) else array
-        mask = [1] * min(labelled, tokens) + [0] * (tokens - labelled)
-        masks = {name: mask for name in TARGET_MASKS if name in features}
-        return replace(self, features={**features, **masks})
+        features, tokens = dict(self.features), _tokens(self.features["input_ids"])
+        labelled = min(2, tokens) if few else tokens
+        if "labels" in features:
+            features["labels"] = _with_labels(features["labels"], tokens, labelled, few=few)
+        mask = [1] * labelled + [0] * (tokens - labelled)
+        return replace(self, features={**features, **{name: mask for name in TARGET_MASKS if name in features}})
 
 
 class GeneratedRow(RawSample):
@@ -315,6 +327,22 @@ def counts_of(inputs: Mapping[str, Any], samples: int) -> Counts:
         return Counts.of_rows(samples)
     in_loss = labels != IGNORED
     return Counts(samples, int(in_loss.sum()), int(in_loss[..., 1:].sum()))
+
+
+def _with_labels(labels: Any, tokens: int, labelled: int, *, few: bool) -> Any:
+    """Return labels in which the first `labelled` tokens count: see `RawSample.with_targets`. Labels that are not one
+    whole number per token stay."""
+    values = labels.tolist() if hasattr(labels, "tolist") else labels
+    if not (isinstance(values, list) and len(values) == tokens and all(isinstance(each, int) for each in values)):
+        return labels
+    if few and IGNORED not in values:
+        return labels
+    known = next((label for label in values if label != IGNORED), 0)
+    filled = [known if few or label == IGNORED else label for label in values[:labelled]]
+    filled += [IGNORED] * (tokens - labelled)
+    if isinstance(labels, Tensor):
+        return labels.new_tensor(filled)
+    return np.array(filled) if isinstance(labels, np.ndarray) else filled
 
 
 def _tokens(ids: Any) -> int:

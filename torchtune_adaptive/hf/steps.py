@@ -4,25 +4,21 @@ from __future__ import annotations
 
 import copy
 import logging
-import math
-import pickle
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
-from functools import partial
-from itertools import chain, cycle, islice, repeat
+from itertools import chain
 from operator import attrgetter
 from typing import Any
 
 import numpy as np
 import torch
-from accelerate.utils import recursively_apply
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from transformers import Trainer
 
-from torchtune_adaptive.engine.fsdp import FSDPModule, is_whole
+from torchtune_adaptive.engine.fsdp import is_whole
 from torchtune_adaptive.engine.limits import Limit, RowLimit, TokenLimit
 from torchtune_adaptive.engine.memory import MemorySource, memory_within, resident_tensors
 from torchtune_adaptive.engine.plans import Plan, SampleKind
@@ -33,23 +29,15 @@ from torchtune_adaptive.engine.results import Totals
 from torchtune_adaptive.engine.search import SearchResult
 from torchtune_adaptive.engine.snapshot import RngState, override_attributes
 from torchtune_adaptive.engine.step import StepRunner
-from torchtune_adaptive.errors import AdaptiveError, ConfigError, RecoveryUnsupportedError, Remedy
+from torchtune_adaptive.errors import ConfigError, RecoveryUnsupportedError, Remedy
 from torchtune_adaptive.formatting import parse_size
-from torchtune_adaptive.hf.losses import (
-    BatchLoss,
-    Counts,
-    Reduction,
-    TwoSamples,
-    WithoutDropout,
-    how_losses_add_up,
-    tolerance_of,
-    worst_error,
-)
-from torchtune_adaptive.hf.metrics import BatchMetrics
+from torchtune_adaptive.hf.losses import CHECK_FAILED, NOT_SPLIT, LossCheck, Reduction
+from torchtune_adaptive.hf.metrics import BatchMetrics, only_fsdp_communicates
 from torchtune_adaptive.hf.samples import (
     IGNORED,
     SAMPLES_KEY,
     CollatedBatch,
+    Counts,
     GeneratedRow,
     RawSample,
     indices_of_largest,
@@ -61,21 +49,10 @@ logger = logging.getLogger(__name__)
 
 STATE = "adaptive"
 """Key of the limit in `trainer_state.json`, under `stateful_callbacks`."""
-MOST_CLASSES = 4
-"""In classification, the loss check pairs the shortest samples of up to this many classes with one other sample."""
-CHECKED_TOKENS = 32
-"""The loss check shortens samples to this many tokens, so that it needs little memory and time."""
-COPIED_BYTES = 2**24
-"""The loss check restores buffers and other tensors up to this size. Larger ones may be quantized weights."""
-NOT_SPLIT = (
-    "so a step cannot be split; use a loss that is a sum or a mean over rows or tokens, and that compares no samples, "
-    "uses no batch normalization and draws no random numbers for each row"
-)
 NOT_REPRODUCIBLE = (
     "collating the same samples twice gives different batches, so a step cannot be split: the data collator is random, "
     "or other code changes the batch; move such code into the dataset"
 )
-CHECK_FAILED = "the check of the loss, which needs two short samples in one batch, ran out of memory"
 COUNTERS = ("_metrics", "_total_train_tokens", "custom_metrics")
 """Attributes that compute_loss updates in TRL's and ms-swift's trainers; they are restored for a repeated step."""
 
@@ -128,12 +105,6 @@ class OptimizerSteps:
         self._keeps_batches = False
         """True if each microbatch of the attempt is a part of one batch of the data loader. Losses are then averaged
         over each batch, and the means over the batches, as in stock Trainer."""
-        self._split_steps = self._checked_step = 0
-        self._reduction: Reduction | None = None
-        """How losses add up. None until it is known; then, each microbatch must be a batch of the data loader."""
-        self._scale = 0.0
-        """The largest loss of the first check. Later checks divide errors by the larger one of this loss and the
-        current one, because with a current loss near 0, rounding alone would be a large relative error."""
         self.metrics = BatchMetrics(trainer, "train")
         self._begin(batches, num_items)
         if self._media and not is_whole(self.model):
@@ -153,16 +124,13 @@ class OptimizerSteps:
         self.runner = StepRunner(
             self.model, self._forward_backward, kind=kind, limit=limit, recovery=recovery, reduce_once=True
         )
-        self._checker = StepRunner(
-            self.model, self._check, kind=kind, limit=RowLimit(2), recovery=recovery, stage="check of the loss"
-        )
-        self._checker.trains = False
+        self._check = LossCheck(trainer, self.model, self._collated, kind, recovery)
         if recovery.enabled or shared.splits_batches:
             self._check_first_step(batches[0], rows)
         if shared.searches:
             self.runner.use_limit(self._search())
         self._restore()
-        for runner in (self.runner, self._checker):
+        for runner in (self.runner, self._check.runner):
             runner.measure_memory(self.memory)
         if state := trainer.state.stateful_callbacks.get(STATE):
             self.runner.load_state_dict(state)
@@ -227,11 +195,11 @@ class OptimizerSteps:
         batch = self._with_all_media(kept) if kept else self._collated(samples)
         counts = Counts() if samples[0] is self._filler else batch.counts
         weight = 1.0 if samples[0] is not self._filler else 0.0
-        if self._reduction is not None:
+        if (reduction := self._check.reduction) is not None:
             within = self._batch_of.get(id(samples[0])) if self._keeps_batches else None
             whole = self._counts_of_step if within is None else self._counts_of_batches[within]
-            weight = self._reduction.weight(counts, whole)
-            if within is None and self._reduction is not Reduction.SUM:
+            weight = reduction.weight(counts, whole)
+            if within is None and reduction is not Reduction.SUM:
                 weight *= self._batches_per_step  # by which Trainer divides means
         if not weight:  # without targets, a mean loss is NaN, and NaN * 0 is NaN, so run the filler instead
             batch = self._collated([self._filler])
@@ -244,7 +212,7 @@ class OptimizerSteps:
 
         part_of = self._batch_of.get(id(samples[0]), 0) if self._keeps_batches else 0
         with (
-            self._without_other_collectives(),
+            only_fsdp_communicates(self.trainer, self.model, generated=isinstance(self._samples[0], GeneratedRow)),
             self.metrics.of_microbatch(part_of, counts.rows if weight else 0, batch.inputs),
             override_attributes(self.trainer.accelerator, backward=weighted_backward),
         ):
@@ -280,9 +248,6 @@ class OptimizerSteps:
                 "different layers under FSDP2: let the data collator add a blank image or silence, without labels"
             )
 
-    def _without_other_collectives(self) -> AbstractContextManager[None]:
-        return only_fsdp_communicates(self.trainer, self.model, generated=isinstance(self._samples[0], GeneratedRow))
-
     def begin_attempt(self, plan: Plan) -> None:
         """Collective: restore the state before an attempt. If it splits batches of the data loader, check the
         loss: after an out-of-memory error, and in the first, 16th, 256th and so on of these steps."""
@@ -294,17 +259,15 @@ class OptimizerSteps:
         self._keeps_batches = not self.runner.limit.by_length and all(len(each) <= 1 for each in batches)
         if self._keeps_batches and len(plan) == self._batches_per_step:
             return  # each microbatch is a batch
-        step, known = self.trainer.state.global_step + 1, self._reduction is not None
-        if self._attempts == 1:
-            self._split_steps += 1
-            is_due = self._split_steps.bit_count() == 1 and self._split_steps.bit_length() % 4 == 1
-            if known and (not is_due or step == self._checked_step):
-                return
-        reason, last_check = self._find_reduction(), self._checked_step
-        self._restore()
-        if not reason:
+        step, last_check = self.trainer.state.global_step + 1, self._check.checked_step
+        if self._attempts == 1 and not self._check.is_due():
             return
-        if self._attempts > 1:
+        reason = self._find_reduction()
+        self._restore()
+        if reason and self._attempts == 1:
+            since = f" (steps {last_check} to {step - 1} may differ from Trainer's)" if last_check else ""
+            raise ConfigError(f"in step {step}, {reason}{since}")
+        if reason:
             batch = "; set per_device_train_batch_size=1, with more gradient_accumulation_steps"
             raise RecoveryUnsupportedError(
                 f"out of memory in step {step}, and {reason}{batch * (reason == CHECK_FAILED)}",
@@ -312,8 +275,6 @@ class OptimizerSteps:
                 Remedy.CHECKPOINT_ACTIVATIONS,
                 Remedy.LARGER_BUDGET,
             )
-        since = f" (steps {last_check} to {step - 1} may differ from Trainer's)" if known else ""
-        raise ConfigError(f"in step {step}, {reason}{since}")
 
     def _check_first_step(self, batch: CollatedBatch, rows: int) -> None:
         """Collective: find out if a step can be split. If it cannot, train without recovery, like stock Trainer.
@@ -329,8 +290,8 @@ class OptimizerSteps:
         if reason is None and rows > 1:
             reason = self._find_reduction()
         elif reason is None and world_size() > 1:
-            self._try_two_samples(alone=True)
-        self.runner.adopt_refusal_of(self._checker)
+            self._check.run_pairs(self._samples, self._num_items, self._restore, alone=True)
+        self.runner.adopt_refusal_of(self._check.runner)
         if reason in (None, CHECK_FAILED):  # the check is repeated before the first attempt that splits batches
             self.runner.recovers &= reason is None  # otherwise, the limit stays until memory runs out
             return
@@ -340,101 +301,11 @@ class OptimizerSteps:
         warn_without_recovery(reason)
 
     def _find_reduction(self) -> str | None:
-        """Collective: find out how the losses of microbatches add up. Return None, or the reason why a step cannot be
-        split."""
-        try:
-            on_ranks = self._try_two_samples()
-        except Exception as error:
-            if world_size() > 1 or isinstance(error, AdaptiveError):  # the ranks could have failed in different places
-                raise
-            return f"the check of the loss has failed ({type(error).__name__}: {error})"
-        if on_ranks is None:
-            if rank() == 0:
-                logger.warning("%s, so it is skipped", CHECK_FAILED)
-            return None if self._reduction else CHECK_FAILED
-        if not on_ranks:
-            return "the losses of the shortest samples are infinite or NaN; remove samples without labels"
-        tolerance = tolerance_of(self.model, mixed_precision=self.trainer.accelerator.mixed_precision != "no")
-        known = self._reduction
-        if known and worst_error(on_ranks, known, self._scale) <= tolerance:
-            self._checked_step = self.trainer.state.global_step + 1
-            return None
-        shifts_labels = getattr(self.trainer, "_loss_shifts_labels", True)
-        self._reduction = how_losses_add_up(
-            on_ranks, shifts_labels=shifts_labels, tolerance=tolerance, scale=self._scale
-        )
-        if self._reduction is None:
-            worst = max(on_ranks, key=lambda each: min(worst_error([each], kind, self._scale) for kind in Reduction))
-            return f"{worst}: it is neither their sum nor their mean, {NOT_SPLIT}"
-        self._scale = max(self._scale, *(abs(each.both.loss) for each in on_ranks))
-        self._checked_step = self.trainer.state.global_step + 1
-        self.runner.recovers |= known is None and self.trainer.adaptive.recover_from_oom
-        return None
-
-    def _try_two_samples(self, *, alone: bool = False) -> list[TwoSamples] | None:
-        """Collective: return the finite losses of pairs of samples on all ranks, in one batch and in separate batches;
-        None if a rank runs out of memory.
-
-        The model is in training mode, since some terms of a loss exist only there, but without dropout. If a forward
-        pass draws random numbers on any rank, try again in evaluation mode. With `alone`, run one sample twice instead,
-        so that the engine sees if the loss communicates.
-        """
-        firsts, second = self._candidates()
-        if not (is_whole(self.model) or isinstance(second, GeneratedRow)):  # so that all ranks use the same layers
-            firsts, second = from_all_ranks((firsts, second))[0]
-        attention = getattr(getattr(self.model, "config", None), "_attn_implementation", None)
-        self._restore_attributes = remember_attributes(self.trainer, *self.model.modules())
-        # Compiling for two samples could exceed the limit of recompilations. flex_attention has to be compiled.
-        stance = partial(torch.compiler.set_stance, "default" if attention == "flex_attention" else "force_eager")
-        try:
-            for training in (True, False):
-                self._checks_in_training = training
-                self._losses: list[BatchLoss] = []
-                with stance(), WithoutDropout() if training else nullcontext():
-                    pairs = [microbatch for first in firsts for microbatch in ([first], [first, second])]
-                    result, _ = self._checker.attempt([[second], *([[second]] if alone else pairs)])
-                if result is None:
-                    return None
-                of_second, *others = (each._replace(loss=float(each.loss)) for each in self._losses)
-                tried = [*map(TwoSamples, others[1::2], others[::2], repeat(of_second))]
-                on_ranks = [*chain(*from_all_ranks(tried))]
-                if not any(each.both.is_random for each in on_ranks):
-                    break
-        finally:
-            self.model.train()
-            self._restore_attributes()
-            self._losses = []
-        return [each for each in on_ranks if math.isfinite(each.first.loss + each.second.loss)]
-
-    def _check(self, samples: Sequence[RawSample]) -> Totals:
-        """Collective: compute the loss of a microbatch without gradients, and add it to `_losses`."""
-        self._restore()
-        self._restore_attributes()
-        self.model.train(self._checks_in_training)
-        trainer, state, batch = self.trainer, random_state(), self._collated(samples)
-        with torch.no_grad(), self._without_other_collectives(), trainer.compute_loss_context_manager():
-            inputs = trainer._prepare_inputs(batch.inputs)
-            loss = trainer.compute_loss(self.model, inputs, num_items_in_batch=self._num_items)
-        self._losses.append(BatchLoss(loss.detach(), batch.counts, is_random=state != random_state()))
-        return Totals(torch.zeros(()), 0)
-
-    def _candidates(self) -> tuple[list[RawSample], RawSample]:
-        """Collective: return candidates for the first of two samples, and the second sample.
-
-        A candidate has fewer labels than the second sample, so that reductions give different results. All ranks return
-        the same number of candidates, because computing a loss is collective.
-        """
-        by_length = sorted(self._samples, key=attrgetter("length"))
-        labelled = [each for each in by_length if each.label != IGNORED] or by_length
-        shortest = [each.shortened(CHECKED_TOKENS) for each in labelled]
-        one = shortest[0]
-        if isinstance(one, GeneratedRow):  # set scores and lengths, because they may be equal in all rows
-            return [one.scored(1.0, targets=1)], one.scored(2.0, targets=one.length)
-        others = sorted(shortest[1:] or shortest, key=lambda each: (each.label == one.label, each.length == one.length))
-        of_classes = {each.label: each for each in reversed(shortest)}
-        most = min(max(from_all_ranks(len(of_classes))), MOST_CLASSES)
-        candidates = islice(cycle(of_classes.values()), most)
-        return [each.with_targets(few=True) for each in candidates], others[0].with_targets()
+        """Collective: find out how losses add up. Return None, or the reason why a step cannot be split."""
+        known = self._check.reduction
+        reason = self._check.find(self._samples, self._num_items, self._restore)
+        self.runner.recovers |= reason is None and known is None and self.trainer.adaptive.recover_from_oom
+        return reason
 
     def _search(self) -> Limit:
         """Collective: search for the largest microbatch, and return its limit."""
@@ -485,32 +356,6 @@ def warn_without_recovery(reason: str) -> None:
         logger.warning("training continues without recovery, so an out-of-memory error ends it: %s", reason)
 
 
-@contextmanager
-def only_fsdp_communicates(trainer: Any, model: nn.Module, *, generated: bool = False) -> Iterator[None]:
-    """Suppress the gathers of metrics in TRL's trainers, because a rank that ran out of memory could not complete them.
-
-    Within this context, a gather returns the value of this rank for all ranks; `BatchMetrics` combines the metrics
-    later. The gathers of other trainers stay, because their losses may depend on them. The context also gathers the
-    weight of a frozen head before the pass: TRL reads it without calling the module, so FSDP's hooks would not gather
-    it. Batches that are `generated` are not prepared again.
-    """
-    head: Any = getattr(model, "get_output_embeddings", lambda: None)()
-    weight = getattr(head, "weight", None)
-    gathers_head = isinstance(head, FSDPModule) and weight is not None and not weight.requires_grad
-    with ExitStack() as stack:
-        if generated:
-            stack.enter_context(override_attributes(trainer, _prepare_inputs=lambda inputs: inputs))
-        if world_size() > 1 and hasattr(trainer, "_metrics"):
-            local: dict[str, Any] = {"gather": _repeat_for_ranks, "gather_for_metrics": _repeat_for_ranks}
-            local["reduce"] = lambda value, *_, **__: value  # TRL reduces and divides two sums
-            stack.enter_context(override_attributes(trainer.accelerator, **local))
-        if gathers_head:
-            head.unshard()
-        yield
-        if gathers_head:
-            head.reshard()
-
-
 def remember_random_state(trainer: Any, parameters: Iterable[Tensor] = ()) -> Callable[[], None]:
     """Return a function that restores random generators, TRL's counters and the gradients of these parameters."""
     gradients = [(each, each.grad) for each in parameters]  # of an incomplete step, or None
@@ -524,47 +369,6 @@ def remember_random_state(trainer: Any, parameters: Iterable[Tensor] = ()) -> Ca
         torch_states.restore()
         for parameter, gradient in gradients:
             parameter.grad = gradient if gradient is None else gradient.clone()
-
-    return restore
-
-
-def random_state() -> object:
-    """Return the states of all random generators that a forward pass may use, to compare them."""
-    python, numpy, torch_states = random.getstate(), pickle.dumps(np.random.get_state()), RngState.capture()
-    return python, numpy, [None if each is None else each.tolist() for each in (torch_states.cpu, torch_states.cuda)]
-
-
-def remember_attributes(*owners: Any) -> Callable[[], None]:
-    """Return a function that restores buffers, and attributes that are or were numbers, strings or tensors.
-
-    A loss may count its calls, or keep an average in an attribute. A check of the loss must not change these.
-    """
-
-    def restored(attributes: dict[str, Any]) -> set[str]:
-        return {name for name, value in attributes.items() if isinstance(value, int | float | str | Tensor)}
-
-    before = [(owner, dict(vars(owner)), dict(vars(owner).get("_buffers", {}))) for owner in owners]
-    values = (value for _, *kinds in before for kind in kinds for value in kind.values())
-    tensors = {
-        value
-        for value in values
-        if isinstance(value, Tensor) and not isinstance(value, nn.Parameter) and value.nbytes <= COPIED_BYTES
-    }
-    contents = [(tensor, tensor.detach().clone()) for tensor in tensors]
-
-    @torch.no_grad()
-    def restore() -> None:
-        for owner, attributes, buffers in before:
-            added = restored(vars(owner)) - attributes.keys()
-            for name in restored(attributes):
-                vars(owner)[name] = attributes[name]
-            # A new True stays, with all that was added beside it: it may mean that something is initialized.
-            for name in added if not any(vars(owner)[name] is True for name in added) else ():
-                del vars(owner)[name]
-            vars(owner).get("_buffers", {}).update(buffers)
-        for tensor, content in contents:
-            if not torch.equal(tensor, content):  # for example the statistics of a batch normalization
-                tensor.copy_(content)
 
     return restore
 
@@ -601,8 +405,3 @@ def _unwrap_ddp(model: Any, accelerator: Any) -> Any:
         return model
     inside = wrapped.module
     return inside if wrapped is model else torch.compile(inside, **accelerator.state.dynamo_plugin.to_kwargs())
-
-
-def _repeat_for_ranks(value: Any, *_: Any, **__: Any) -> Any:
-    """Return this rank's value as often as there are ranks; used in place of a gather."""
-    return recursively_apply(lambda tensor: torch.cat([torch.atleast_1d(tensor)] * world_size()), value)

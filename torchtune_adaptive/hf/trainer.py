@@ -32,16 +32,28 @@ from torchtune_adaptive.errors import AdaptiveError, CheckpointError, ConfigErro
 from torchtune_adaptive.failed_writes import cause_of_failed_write, python_opens_files
 from torchtune_adaptive.hf.checkpoints import newest_complete
 from torchtune_adaptive.hf.evaluation import EVALUATION, Evaluator
-from torchtune_adaptive.hf.losses import Counts
 from torchtune_adaptive.hf.passes import GenerationPasses
-from torchtune_adaptive.hf.remedies import REMEDIES_AS_ARGUMENTS
-from torchtune_adaptive.hf.samples import SAMPLES_KEY, CollatedBatch, GeneratedRow, KeepSamples
+from torchtune_adaptive.hf.samples import SAMPLES_KEY, CollatedBatch, Counts, GeneratedRow, KeepSamples
 from torchtune_adaptive.hf.steps import OptimizerSteps, Shared
 
 if TYPE_CHECKING:
     Base = Trainer
 else:
     Base = object
+
+
+REMEDIES_AS_ARGUMENTS = {
+    Remedy.CHECKPOINT_ACTIVATIONS: "set gradient_checkpointing=True",
+    Remedy.MORE_RANKS: "shard the model over more ranks with FSDP2",
+    Remedy.LARGER_BUDGET: "raise memory_limit",
+    Remedy.SMALLER_LIMIT: "lower per_device_train_batch_size",
+    Remedy.NO_RECOVERY: "set recover_from_oom=False",
+    Remedy.RECOVERY: "set recover_from_oom=True",
+    Remedy.FEWER_ROWS: "set use_maximum_batch_size=False",
+    Remedy.ROOM_FOR_NCCL: "if CUDA was out of memory, leave more memory to NCCL: set memory_limit, for example to 0.9",
+    Remedy.CAP_MEMORY: "set memory_limit, for example to 8GiB",
+}
+"""The text of each remedy, expressed as a value of TrainingArguments or AdaptiveArguments."""
 
 
 class CollectsBatches(Trainer):

@@ -61,11 +61,6 @@ def now() -> str:
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
-def record_start(directory: Path, serial: int) -> None:
-    """Write the record of a run that begins."""
-    write_record(directory, RunRecord(serial=serial))
-
-
 def record_end(directory: Path, ended: str, message: str = "") -> None:
     """Add to the record how the run has ended. SIGNALLED does not replace another end."""
     record = read_record(directory)

@@ -29,15 +29,13 @@ def environment(
     memory: int | str | None = None,
     devices: int | str | None = None,
     capability: str | None = None,
-    record: str | None = None,
 ) -> dict[str, str]:
     """Return the environment variables that give a child process null devices, and build the library if needed.
 
     Without arguments, a process has one device of 80 GiB and compute capability 9.0. Processes do not share memory.
-    `record` is a folder in which every rank records its calls of NCCL (see `check.py`).
     """
     size = parse_amount(memory, "memory") if isinstance(memory, str) else memory
-    options = {"MEMORY": size, "DEVICES": devices, "CAPABILITY": capability, "RECORD": record}
+    options = {"MEMORY": size, "DEVICES": devices, "CAPABILITY": capability}
     library = build()
     return {
         "LD_PRELOAD": _prepended("LD_PRELOAD", str(library)),
@@ -84,11 +82,11 @@ def settle(address: int, size: int) -> None:
     _function("null_cuda_settle")(ctypes.c_void_p(address), ctypes.c_size_t(size))
 
 
-def used_memory(*, device: int = 0, pinned: bool = False, managed: bool = False) -> int:
-    """Return the bytes in use on a device, or of pinned or managed memory."""
+def used_memory(*, managed: bool = False) -> int:
+    """Return the bytes in use on the first device, or of managed memory."""
     used = _function("null_cuda_used")
     used.restype = ctypes.c_size_t
-    return int(used(ctypes.c_int(_MANAGED if managed else _PINNED if pinned else device)))
+    return int(used(ctypes.c_int(_MANAGED if managed else 0)))
 
 
 def used_convolutions() -> bool:

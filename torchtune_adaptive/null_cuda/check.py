@@ -1,20 +1,17 @@
-"""Finds calls of NCCL that would hang on GPUs: python -m torchtune_adaptive.null_cuda.check FOLDER, with recordings.
+"""Finds calls of NCCL that would hang on GPUs, in the recordings of all ranks.
 
-The recordings of all ranks are replayed as on GPUs: streams run concurrently, a call waits for equal calls of its peers
+The recordings are replayed as on GPUs: streams run concurrently, a call waits for equal calls of its peers
 and for earlier calls of its communicator, an event wait blocks its stream, a synchronization blocks the host. What is
 left at the end would hang.
 """
 
 from __future__ import annotations
 
-import sys
 from collections import Counter, defaultdict, deque
 from collections.abc import Collection, Iterator
 from itertools import zip_longest
 from pathlib import Path
 from typing import NamedTuple
-
-from torchtune_adaptive.formatting import count_of
 
 Lane = tuple[str, str]
 """A communicator or, for a collective on hosts, their group. For messages, also the sender and the receiver."""
@@ -268,36 +265,3 @@ class Replay:
         for one, other in pairs:
             different.setdefault((one.line, other and other.line), (one, other))
         yield from (pair for lines, pair in different.items() if lines[0] != lines[1])
-
-    @property
-    def problems(self) -> list[str]:
-        """Ranks that wait for calls that no rank makes, for each communicator; if there are none, a deadlock."""
-        found, stuck = list[str](), {each.call.rank for each in self.waiting}
-        for call, others in self.waiting:
-            group = call.lane[0]
-            names = " and ".join(self.members(group))
-            size = self.recordings[call.rank].places[group][1]
-            calls = dict(sorted({call.side: call, **{each.side: each.call for each in others}}.items()))
-            if any(not each.rank for each in others):
-                found.append(f"only {names} create a communicator of {count_of(size, 'rank')}")
-            elif any(each.call.what != call.what if each.call else each.rank not in stuck for each in others):
-                texts = "; ".join(f"{side}: {each or 'nothing'}" for side, each in calls.items())
-                found.append(f"communicator of {names}, call {call.position}: {texts}")
-        deadlock = "; ".join(
-            f"{each.call.side} waits in call {each.call.position} of {' and '.join(self.members(each.call.lane[0]))}: "
-            f"{each.call}"
-            for each in self.waiting
-        )
-        return [*dict.fromkeys(found)] or [f"deadlock: {deadlock}"] * bool(deadlock)
-
-
-if __name__ == "__main__":
-    if len(sys.argv) != 2:
-        sys.exit("usage: python -m torchtune_adaptive.null_cuda.check FOLDER, the value of NULL_CUDA_RECORD in the run")
-    report = Replay(sys.argv[1])
-    if not report.recordings:
-        sys.exit(f"{sys.argv[1]} has no recording: pass the folder that NULL_CUDA_RECORD named in the run")
-    counts = zip((len(report.recordings), report.calls, len(report.problems)), ("rank", "call", "problem"), strict=True)
-    summary = ", ".join(count_of(number, what) for number, what in counts)
-    print(*report.problems, summary, sep="\n")
-    sys.exit(3 if report.problems else 0)

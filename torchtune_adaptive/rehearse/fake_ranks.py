@@ -48,7 +48,8 @@ def _gather(agreement: Any, row: Sequence[float]) -> list[tuple[float, ...]]:
 
 
 ENGINE_REPLACEMENTS: dict[str, dict[str, Any]] = {
-    "ranks": {"Agreement.gather": _gather, "compare_replicas": lambda _: None},
+    "ranks": {"Agreement.gather": _gather},
+    "consistency": {"compare_replicas": lambda _: None},
     "snapshot": {"copies_on_host": lambda _: [], "checksums_of": lambda _: []},  # values on the device have no meaning
 }
 """By module of this package's engine: functions whose results come from other ranks or from the device."""

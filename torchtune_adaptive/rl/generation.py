@@ -23,7 +23,6 @@ from torchtune_adaptive.config.keys import Settings
 from torchtune_adaptive.engine.results import Totals
 from torchtune_adaptive.rl.rollouts import Rollout, answer_tokens
 from torchtune_adaptive.rl.settings import PPOSettings
-from torchtune_adaptive.tune.data import Tokenizer
 from torchtune_adaptive.tune.distributed import Devices
 
 
@@ -126,7 +125,7 @@ class Generate:
     def __init__(
         self,
         model: nn.Module,
-        tokenizer: Tokenizer,
+        tokenizer: Any,
         settings: Settings,
         rl: PPOSettings,
         devices: Devices,

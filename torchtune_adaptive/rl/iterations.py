@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from torch import nn
 
@@ -17,7 +18,6 @@ from torchtune_adaptive.rl.limits import LimitFinder
 from torchtune_adaptive.rl.rollouts import Rollout, build_prompts, fraction_cut_off, gather_rollouts, rollouts_of
 from torchtune_adaptive.rl.settings import PPOSettings
 from torchtune_adaptive.rl.stages import RolloutStage, RolloutStages
-from torchtune_adaptive.tune.data import Tokenizer
 from torchtune_adaptive.tune.optimizer import Optimization, SummedOver
 from torchtune_adaptive.tune.samples import Sample
 from torchtune_adaptive.tune.training_loop import BatchSchedule, Run, TrainingLoop, restore_limits
@@ -31,7 +31,7 @@ class Iterations:
         run: Run,
         model: nn.Module,
         optimization: Optimization,
-        tokenizer: Tokenizer,
+        tokenizer: Any,
         stages: Mapping[str, RolloutStage],
         rl: PPOSettings,
     ) -> None:
@@ -89,7 +89,8 @@ class Iterations:
     def generate_and_score(self, prompts: Sequence[Sample], iteration: int) -> list[Rollout]:
         """Collective: run all stages without a backward, and return the rollouts of all ranks, sorted by number."""
         self._began = time.perf_counter()
-        self.stages.begin_iteration()
+        self.stages.results.clear()
+        self.stages.seconds.clear()
         own = rollouts_of(prompts, iteration, self._rl.max_generated_tokens)
         for name, stage in self.stages.by_name.items():
             if stage.trains is None:

@@ -6,7 +6,7 @@ A token budget limits the length of prompt and answer. For generation, the lengt
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import TypeVar
@@ -23,7 +23,6 @@ from torchtune_adaptive.engine.results import StepResult
 from torchtune_adaptive.engine.search import SearchResult
 from torchtune_adaptive.engine.snapshot import restoring_state
 from torchtune_adaptive.errors import ConfigError, Remedy
-from torchtune_adaptive.formatting import format_bytes, in_columns
 from torchtune_adaptive.lifecycle.console import log_rank_0
 from torchtune_adaptive.rl.rollouts import Rollout, worst_rollout
 from torchtune_adaptive.rl.settings import PPOSettings
@@ -32,7 +31,6 @@ from torchtune_adaptive.tune.batch_size import (
     LONGEST_SAMPLE,
     SEARCH_SKIPPED,
     check_lengths,
-    peak_of,
     profile_lengths,
     remedies_for_long_samples,
     search_rows,
@@ -78,16 +76,11 @@ class LimitFinder:
         with self._optimizer_state_in_memory(memory):
             if budget is not None:
                 return {stage: self._measure(memory, stage, profile_lengths).limit for stage in configured}
-            results: dict[str, SearchResult] = {}
+            limits = {}
             for stage in configured:
-                samples = self._stages.by_name[stage].samples
-                results[stage] = self._measure(memory, stage, partial(search_rows, whole_step_rows=samples))
-        lines: list[Sequence[object]] = [("stage", "rows", "peak", "of budget")]
-        for stage, result in results.items():
-            peak = peak_of(result) or 0
-            lines.append((stage, result.rows, format_bytes(peak), f"{100 * peak / result.budget_bytes:5.0f} %"))
-        log_rank_0(f"limit of each stage, with all models in memory\n{in_columns(lines)}")
-        return {stage: RowLimit(result.rows) for stage, result in results.items()}
+                search = partial(search_rows, whole_step_rows=self._stages.by_name[stage].samples)
+                limits[stage] = RowLimit(self._measure(memory, stage, search).rows)
+            return limits
 
     def _check_prompts(self, longest: int) -> None:
         """Collective: check that each prompt and an answer fit in `longest` tokens and in the models' max_seq_len."""
@@ -129,7 +122,8 @@ class LimitFinder:
 
         # Suspend the memory limit, so that an error comes from the search, with the size of the shortage.
         with memory.unlimited():
-            rollout = self._worst_rollout()
+            sample, most = worst_sample(self._data, self._settings.adaptive.sequence_length), self._most_tokens
+            prompt = torch.as_tensor(sample["tokens"], dtype=torch.long)[: None if most is None else most - new]
             if updates:
                 allocate_gradients(trained_before)
 
@@ -140,7 +134,7 @@ class LimitFinder:
         norm = getattr(stages[name].model, "norm", None)
         return TrainingStep(
             runner=self._stages.runners[name],
-            sample=rollout,
+            sample=worst_rollout(prompt, new),
             cut=Rollout.with_shorter_prompt if generates else Rollout.shortened,
             # A rollout that grows first has a longer answer and, above `knee` tokens, a longer prompt. Generation
             # always allocates the longest answer, so only the prompt grows.
@@ -150,13 +144,6 @@ class LimitFinder:
             optimizers=(),  # _optimizer_state_in_memory restores their state
             boundaries={"layers": norm} if norm is not None else {},
         )
-
-    def _worst_rollout(self) -> Rollout:
-        """Collective: return the longest rollout whose prompt leaves room for an answer."""
-        length, most = self._settings.adaptive.sequence_length, self._most_tokens
-        sample = worst_sample(self._data, length)
-        prompt = torch.as_tensor(sample["tokens"], dtype=torch.long)
-        return worst_rollout(prompt if most is None else prompt[: most - self._new_tokens], self._new_tokens)
 
 
 def allocate_gradients(models: Iterable[nn.Module]) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from torch.nn.utils.rnn import pad_sequence
 from torchtune_adaptive.config.keys import Settings
 from torchtune_adaptive.engine.ranks import from_all_ranks, rank, world_size
 from torchtune_adaptive.tune.checked_dataset import CheckedDataset
-from torchtune_adaptive.tune.data import Data, Tokenizer, build_dataset, data_of
+from torchtune_adaptive.tune.data import Data, build_dataset, data_of
 from torchtune_adaptive.tune.distributed import Meshes
 from torchtune_adaptive.tune.samples import Sample
 
@@ -153,7 +153,7 @@ def rollouts_of(prompts: Sequence[Sample], iteration: int, new_tokens: int) -> l
     ]
 
 
-def build_prompts(settings: Settings, tokenizer: Tokenizer, mesh: Meshes) -> Data:
+def build_prompts(settings: Settings, tokenizer: Any, mesh: Meshes) -> Data:
     """Collective: build the data, where the tokens of each sample are a prompt."""
 
     def collate(_: object) -> NoReturn:

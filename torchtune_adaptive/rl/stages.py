@@ -79,11 +79,6 @@ class RolloutStages:
         """Results of the current iteration, by stage."""
         self.seconds: dict[str, float] = defaultdict(float)
 
-    def begin_iteration(self) -> None:
-        """Clear results and timings."""
-        self.results.clear()
-        self.seconds.clear()
-
     def run_stage(self, name: str, rollouts: Sequence[Rollout], iteration: int) -> StepResult:
         """Collective: run one stage."""
         began = time.perf_counter()

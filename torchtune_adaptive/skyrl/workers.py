@@ -24,7 +24,6 @@ from torchtune_adaptive.errors import AdaptiveError, ConfigError, Remedy
 from torchtune_adaptive.skyrl.passes import FORWARD, TRAIN, WITH_LOSS, WorkerPasses
 
 REMEDIES_AS_KEYS = {
-    **{remedy: remedy.value for remedy in Remedy},
     Remedy.SHORTER_SAMPLES: "lower trainer.max_prompt_length or generator.sampling_params.max_generate_length",
     Remedy.CHECKPOINT_ACTIVATIONS: "set trainer.gradient_checkpointing=true",
     Remedy.MORE_RANKS: "shard the model over more GPUs",

@@ -238,14 +238,10 @@ def search_rows(
     result = _measure(partial(search, whole_step_rows=whole_step_rows), step, kind)
     found = f"{count_of(result.rows, 'row')} of {step.length} tokens ({result.reason})"
     reason = f"batch search{' · ' * bool(stage)}{stage}: {found}"
-    figures = {"unit": "rows", "after": result.rows, "peak_bytes": peak_of(result)}
+    peak_bytes = next(probe.peak.peak_bytes for probe in result.probes if probe.rows == result.rows)
+    figures = {"unit": "rows", "after": result.rows, "peak_bytes": peak_bytes}
     _record(loop, stage, result, search_table(result, step.length, stage, kind.noun), reason, figures)
     return result
-
-
-def peak_of(result: SearchResult) -> int | None:
-    """Return the peak memory of the probe with the resulting number of rows."""
-    return next(probe.peak.peak_bytes for probe in result.probes if probe.rows == result.rows)
 
 
 def profile_lengths(loop: TrainingLoop, step: TrainingStep[Any], memory: MemorySource, *, most_rows: int) -> Profile:
@@ -283,4 +279,6 @@ def _measure(measure: Callable[..., Result], step: TrainingStep[Any], kind: Toke
         except OneRowDoesNotFitError as error:
             from_dataset = isinstance(step.sample, dict) and INDEX in step.sample
             longest = f"sample {step.sample[INDEX]} of the dataset" if from_dataset else ""
-            raise error.with_remarks(step.runner.stage, kind.length_suffix.strip(), longest) from None
+            remarks = "; ".join(filter(None, (step.runner.stage, kind.length_suffix.strip(), longest)))
+            error.fact += f" ({remarks})" * bool(remarks)
+            raise

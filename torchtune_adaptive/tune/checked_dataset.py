@@ -80,11 +80,6 @@ class CheckedDataset(Dataset[Sample]):
         return self._longest
 
 
-def name_of(sample: Sample) -> str:
-    """Return the name of a sample in messages; synthetic samples have no index."""
-    return f"sample {sample[INDEX]} of the dataset (on rank {rank()})" if INDEX in sample else "a sample"
-
-
 def max_seq_len_of(models: Iterable[nn.Module]) -> int | None:
     """Return the smallest max_seq_len of the models; None if unknown."""
     decoders: list[Any] = [getattr(model, "decoder", model) for model in models]

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
-from typing import Any, Generic, Protocol, TypeVar, cast
+from typing import Any, Generic, TypeVar, cast
 
 import numpy as np
 import torch
@@ -38,12 +38,6 @@ Item = TypeVar("Item")
 Collate = Callable[[Sequence[Sample]], Batch]
 
 
-class Tokenizer(Protocol):
-    """The attribute of a tokenizer that this package uses; datasets may use others."""
-
-    pad_id: int
-
-
 @dataclass
 class Data:
     """The dataset of a run, its loader and its collate function."""
@@ -68,7 +62,7 @@ class Data:
         self.collate = partial(concatenated, ignored=self.kind.ignored_label)
 
 
-def build_data(settings: Settings, tokenizer: Tokenizer, loss_fn: nn.Module, mesh: Meshes) -> Data:
+def build_data(settings: Settings, tokenizer: Any, loss_fn: nn.Module, mesh: Meshes) -> Data:
     """Collective: build the data of finetuning: each sample is one sequence."""
     dataset, packed = build_dataset(settings.config, tokenizer)
     kind = replace(TEXT, ignored_label=cast(int, loss_fn.ignore_index))
@@ -76,7 +70,7 @@ def build_data(settings: Settings, tokenizer: Tokenizer, loss_fn: nn.Module, mes
     return data_of(CheckedDataset(dataset, kind), collate, settings, tokenizer, mesh, packed=packed)
 
 
-def build_pairs(settings: Settings, tokenizer: Tokenizer, mesh: Meshes) -> Data:
+def build_pairs(settings: Settings, tokenizer: Any, mesh: Meshes) -> Data:
     """Collective: build the data of preference training: each sample is a pair of answers."""
     dataset, packed = build_dataset(settings.config, tokenizer)
     if packed:
@@ -86,14 +80,14 @@ def build_pairs(settings: Settings, tokenizer: Tokenizer, mesh: Meshes) -> Data:
 
 
 def data_of(
-    samples: CheckedDataset, collate: Collate, settings: Settings, tokenizer: Tokenizer, mesh: Meshes, *, packed: bool
+    samples: CheckedDataset, collate: Collate, settings: Settings, tokenizer: Any, mesh: Meshes, *, packed: bool
 ) -> Data:
     """Collective: combine the samples with a loader."""
     loader = build_step_loader(samples, settings, mesh)
     return Data(samples, packed, collate, loader, getattr(tokenizer, "max_seq_len", None))
 
 
-def build_dataset(cfg: DictConfig, tokenizer: Tokenizer) -> tuple[Dataset[Sample], bool]:
+def build_dataset(cfg: DictConfig, tokenizer: Any) -> tuple[Dataset[Sample], bool]:
     """Build `cfg.dataset`; a list of datasets is concatenated. Return it, and True if its rows are packed."""
     section = components.require_parts(cfg, "dataset")
     if not isinstance(section, ListConfig):
@@ -106,7 +100,7 @@ def build_dataset(cfg: DictConfig, tokenizer: Tokenizer) -> tuple[Dataset[Sample
     return joined, bool(getattr(joined, "packed", False))
 
 
-def build_collate(settings: Settings, tokenizer: Tokenizer, ignored_label: int, *, packed: bool) -> Collate:
+def build_collate(settings: Settings, tokenizer: Any, ignored_label: int, *, packed: bool) -> Collate:
     """Return a function that pads samples to the longest; packed rows already have equal lengths."""
     if packed:
         return cast(Collate, padded_collate_packed)

@@ -7,7 +7,7 @@ import os
 import re
 import time
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +18,7 @@ from torch.distributed.distributed_c10d import default_pg_timeout
 from torch.distributed.rendezvous import rendezvous
 from torchtune import training, utils
 
-from torchtune_adaptive.config.keys import Settings
+from torchtune_adaptive.config.keys import Settings, flat
 from torchtune_adaptive.engine.ranks import from_all_ranks
 from torchtune_adaptive.errors import CollectiveFailedError, ConfigError
 from torchtune_adaptive.formatting import ranks_named, shown
@@ -30,10 +30,10 @@ replicates the model."""
 SHARDING = "sharding"
 ALL_REMAINING_RANKS = -1
 POLL_INTERVAL_S = 0.02
-KEYS_PER_NODE = ("metric_logger", "profiler", "adaptive.memory_limit")
-"""Keys that may differ between nodes, in addition to paths."""
-PATH_KEY = re.compile(r"(dir|path|file|files)(\[\d+\])?$")
-"""Keys whose values are paths. A value of another key is a path if it begins like one."""
+PER_NODE = re.compile(r"(metric_logger|profiler|adaptive\.memory_limit)\b|.*(dir|path|file|files)(\[\d+\])?$")
+"""Keys that may differ between nodes: some sections, and keys whose values are paths. A value of another key is a path
+if it begins like one."""
+PATHS = ("/", "./", "../", "~")
 
 
 class Devices(NamedTuple):
@@ -118,7 +118,9 @@ def _distribute_prefix(store: Any, world_size: int) -> str:
 
 def check_same_config(cfg: DictConfig) -> None:
     """Collective: raise a ConfigError if ranks have different configs; paths may differ."""
-    first, *others = from_all_ranks(dict(_values("", OmegaConf.to_container(cfg))))
+    values = flat(OmegaConf.to_container(cfg)).items()
+    own = {key: shown(each) for key, each in values if not (PER_NODE.match(key) or str(each).startswith(PATHS))}
+    first, *others = from_all_ranks(own)
     for rank, theirs in enumerate(others, start=1):
         for key in sorted({*first, *theirs}):
             here, there = first.get(key, "null"), theirs.get(key, "null")
@@ -127,20 +129,6 @@ def check_same_config(cfg: DictConfig) -> None:
                     f"{key} is {here} on rank 0 and {there} on rank {rank}: start all nodes with the same config and "
                     "overrides"
                 )
-
-
-def _values(key: str, value: object) -> Iterator[tuple[str, str]]:
-    """Yield the dotted keys and values that must be equal on all ranks; a null equals a missing key."""
-    if value is None or key in KEYS_PER_NODE:
-        return
-    if isinstance(value, Mapping):
-        for name, inner in value.items():
-            yield from _values(f"{key}.{name}" if key else str(name), inner)
-    elif isinstance(value, list):
-        for at, inner in enumerate(value):
-            yield from _values(f"{key}[{at}]", inner)
-    elif not (isinstance(value, str) and (PATH_KEY.search(key) or value.startswith(("/", "./", "../", "~")))):
-        yield key, shown(value)
 
 
 def mesh_shape(settings: Settings, ranks: int) -> tuple[int, int, int]:

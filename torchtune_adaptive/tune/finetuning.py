@@ -25,7 +25,7 @@ from torchtune_adaptive.engine.results import Totals
 from torchtune_adaptive.engine.step import Stages, StepRunner
 from torchtune_adaptive.lifecycle.console import log_rank_0
 from torchtune_adaptive.lifecycle.run_state import THIS_RUN
-from torchtune_adaptive.tune.data import Data, Tokenizer, build_data
+from torchtune_adaptive.tune.data import Data, build_data
 from torchtune_adaptive.tune.distributed import Devices
 from torchtune_adaptive.tune.samples import Sample
 from torchtune_adaptive.tune.unpadded import allowing_long_rows, batch_to_device, is_padded, targets_of
@@ -151,7 +151,7 @@ def build_validation(
     training: StepRunner[Sample],
     loss_fn: nn.Module,
     data: Data,
-    tokenizer: Tokenizer,
+    tokenizer: Any,
     settings: Settings,
     devices: Devices,
 ) -> Validation | None:

@@ -56,7 +56,8 @@ class Metrics:
     def __init__(self, settings: Settings, device: torch.device, journal: Journal) -> None:
         self._shown = dist.get_rank() == 0
         self._settings, self._device, self._journal = settings, device, journal
-        self._memory: MemorySource | None = None
+        self.memory: MemorySource | None = None
+        """The peak of this memory is logged with every logged step, and then reset."""
         self._step_began = time.perf_counter()
         self._first, self._latest = (0, ""), ""
         self._first_step_ended: float | None = None
@@ -66,10 +67,6 @@ class Metrics:
         if self._shown:
             self._logger = components.build("metric_logger", settings.config)
             self._logger.log_config(settings.config)  # torchtune's loggers also save it in output_dir
-
-    def watch(self, memory: MemorySource | None) -> None:
-        """Log the peak of this memory with every logged step, and then reset it."""
-        self._memory = memory
 
     def epoch(
         self,
@@ -135,8 +132,8 @@ class Metrics:
             peaks = training.get_memory_stats(device=self._device) if on_device else {}
             self._log_dict(step, {**figures, **peaks})
             self._journal.step(step, {**figures, **run})
-        if self._memory is not None:
-            self._memory.reset_peak()
+        if self.memory is not None:
+            self.memory.reset_peak()
 
     def _pace(self, figures: Mapping[str, float], run: Mapping[str, Any]) -> Iterator[str]:
         """Yield the remaining time, estimated from all steps except the first one; then speed, padding and memory."""
@@ -157,8 +154,8 @@ class Metrics:
     def log_validation(self, step: int, figures: Mapping[str, float], *, best: bool) -> None:
         """Log a validation after this step, and exclude its time and memory from the next step."""
         self._step_began = time.perf_counter()
-        if self._memory is not None:
-            self._memory.reset_peak()
+        if self.memory is not None:
+            self.memory.reset_peak()
         if self._shown:
             values = ", ".join(f"{name} {value:.4f}" for name, value in figures.items())
             line = f"step {step}: {values}{' (the lowest loss so far)' * best}"

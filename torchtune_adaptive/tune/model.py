@@ -22,7 +22,7 @@ from torchtune.modules import peft
 from torchtune_adaptive.checkpoints.store import State
 from torchtune_adaptive.config import components
 from torchtune_adaptive.config.keys import Settings
-from torchtune_adaptive.engine.ranks import synchronize_replicas
+from torchtune_adaptive.engine.consistency import synchronize_replicas
 from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.formatting import count_of
 from torchtune_adaptive.tune.distributed import SHARDING, Devices, Meshes

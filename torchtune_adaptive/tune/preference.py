@@ -8,11 +8,11 @@ So activations of reference and policy are never in memory together, and each st
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +25,7 @@ from torchtune_adaptive.checkpoints.store import State
 from torchtune_adaptive.config.keys import Settings
 from torchtune_adaptive.engine.results import StepResult, Totals
 from torchtune_adaptive.engine.step import Stages
-from torchtune_adaptive.tune.data import Data, Tokenizer, build_pairs
+from torchtune_adaptive.tune.data import Data, build_pairs
 from torchtune_adaptive.tune.distributed import Devices, Meshes
 from torchtune_adaptive.tune.finetuning import OnChange, build_recovery, clearing_offloaded_on_error, plan_padding
 from torchtune_adaptive.tune.model import build_frozen_model, build_full_model, build_lora_model, disable_dropout
@@ -83,13 +83,6 @@ def sums_of_rows(values: Tensor, lengths: Sequence[int]) -> Tensor:
     return torch.stack([part.sum() for part in values[0].split(list(lengths))])
 
 
-@contextmanager
-def without_adapters(model: nn.Module) -> Iterator[None]:
-    """Disable the adapters and the dropout of a LoRA model within the context."""
-    with evaluating(model), disable_adapter(model):
-        yield
-
-
 @torch.no_grad()
 def _sums_over_pairs(scores: Scores, rewards: Sequence[Tensor], counted: Tensor) -> dict[str, Tensor]:
     sums = {PAIRS: counted.sum(), ACCURACY: ((rewards[0] > rewards[1]) * counted).sum()}
@@ -127,7 +120,10 @@ class Passes:
     @torch.no_grad()
     def score_reference(self, pairs: Sequence[Sample]) -> Totals:
         """Store the log-probabilities of the reference in the pairs."""
-        with without_adapters(self.policy) if self.reference is self.policy else nullcontext():
+        with ExitStack() as stack:
+            if self.reference is self.policy:
+                stack.enter_context(evaluating(self.policy))  # without dropout
+                stack.enter_context(disable_adapter(self.policy))
             scores = score(self.reference, pairs, self.data, self.device)
         for pair, log_probs in zip(pairs, scores.log_probs.unbind(1), strict=True):
             pair[REFERENCE_LOG_PROBS] = log_probs
@@ -178,7 +174,7 @@ def build_stages(passes: Passes, on_change: OnChange) -> Stages[Sample]:
 
 
 def build_validation_of_pairs(
-    passes: Passes, stages: Stages[Sample], tokenizer: Tokenizer, mesh: Meshes
+    passes: Passes, stages: Stages[Sample], tokenizer: Any, mesh: Meshes
 ) -> Validation | None:
     """Collective: build the validation on `dataset_val`, with two stages; None if the config does not request it."""
     settings = passes.settings

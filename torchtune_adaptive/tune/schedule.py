@@ -33,11 +33,6 @@ def double_every(epochs: int) -> Increase:
     return lambda epoch, current: current if epoch > 0 and epoch % epochs == 0 else 0
 
 
-def add_every(epochs: int, amount: int) -> Increase:
-    """Add `amount` rows every `epochs` epochs."""
-    return lambda epoch, current: amount if epoch > 0 and epoch % epochs == 0 else 0
-
-
 def build_increase_function(cfg: DictConfig) -> Increase | None:
     """Build `batch_increase_function`: a section with a _component_, or the dotted path of a function."""
     section = cfg.get(KEY)

@@ -65,7 +65,7 @@ class Run:
 
     def resume(self, checkpoint: State) -> None:
         """Restore the progress if the run resumes from a checkpoint."""
-        if self._start.resumes:
+        if self._start.files is not None:
             self.progress = self.progress.resumed(checkpoint)
 
     def close(self) -> None:
@@ -168,7 +168,7 @@ class TrainingLoop:
             self.stages.measure_memory(memory)
             if self.validation is not None:
                 self.validation.stages.measure_memory(memory)
-            self.run.metrics.watch(memory)
+            self.run.metrics.memory = memory
             with closing(self._steps(unit)) as steps:  # closes the progress bar before an error is printed
                 yield steps
         self._profiler.stop()

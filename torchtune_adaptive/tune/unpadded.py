@@ -10,7 +10,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -170,38 +170,49 @@ def is_padded(
 
 
 def _obstacles(model: nn.Module, settings: Settings, device: torch.device, *, packed: bool) -> Iterator[str]:
-    if packed:
-        yield "the dataset is packed"
-    if settings.collate_fn != type(settings).collate_fn:
-        yield f"collate_fn is {settings.collate_fn}, which decides how samples share a microbatch"
-    if settings.tensor_parallel_dim > 1:
-        yield f"tensor_parallel_dim is {settings.tensor_parallel_dim}"
-    if not isinstance(model, TransformerDecoder):
-        yield f"the model is a {_name(model)}, which takes more than text"
-        return
-    for attention in (getattr(layer, "attn", None) for layer in model.layers):
-        if not isinstance(attention, MultiHeadAttention):
-            yield f"{_name(attention)} is not torchtune's attention, which can keep the samples of a row apart"
-            return
-        if not isinstance(attention._attention_call, PerSampleAttention):
-            yield f"the model's attention was replaced by {_name(attention._attention_call)}"
-        if "forward" in vars(attention) or type(attention).forward is not MultiHeadAttention.forward:
-            yield f"{_name(attention)} overrides forward"
-        if attention.attn_dropout:
-            yield f"the model has attention dropout ({attention.attn_dropout})"
-        if not attention.is_causal:
-            yield "the model's attention is not causal"
-        if device.type == "cuda" and attention.head_dim > WIDEST_HEAD:
-            yield f"heads are {attention.head_dim} wide, but flash attention supports at most {WIDEST_HEAD}"
-    if device.type == "cpu":
-        return
-    if device.type != "cuda" or torch.version.hip is not None:
-        yield f"there is no attention kernel for variable lengths on {'hip' if torch.version.hip else device.type}"
-    elif settings.dtype == "fp32":
-        yield "dtype is fp32, which flash attention on a GPU does not support"
-    # A rehearsal has no GPU.
-    elif torch.cuda.is_available() and (capability := torch.cuda.get_device_capability(device)) < FLASH_ATTENTION_2:
-        yield f"{torch.cuda.get_device_name(device)} (compute capability {capability}) has no flash attention"
+    """Yield the reasons why samples must be padded: of the config, of the model, then of the device."""
+    is_decoder, collate, ranks = (
+        isinstance(model, TransformerDecoder),
+        settings.collate_fn,
+        settings.tensor_parallel_dim,
+    )
+    reasons = [
+        ("the dataset is packed", packed),
+        (f"collate_fn is {collate}, which decides how samples share a microbatch", collate != Settings.collate_fn),
+        (f"tensor_parallel_dim is {ranks}", ranks > 1),
+        (f"the model is a {_name(model)}, which takes more than text", not is_decoder),
+    ]
+    for layer in cast(Any, model).layers if is_decoder else ():
+        reasons += _obstacles_in(getattr(layer, "attn", None), device)
+    reasons += _obstacles_on(device, settings.dtype) if device.type != "cpu" else []
+    return (reason for reason, applies in reasons if applies)
+
+
+def _obstacles_in(attention: Any, device: torch.device) -> list[tuple[str, bool]]:
+    if not isinstance(attention, MultiHeadAttention):
+        return [(f"{_name(attention)} is not torchtune's attention, which can keep the samples of a row apart", True)]
+    call, width, dropout = attention._attention_call, attention.head_dim, attention.attn_dropout
+    overrides = "forward" in vars(attention) or type(attention).forward is not MultiHeadAttention.forward
+    too_wide = device.type == "cuda" and width > WIDEST_HEAD
+    return [
+        (f"the model's attention was replaced by {_name(call)}", not isinstance(call, PerSampleAttention)),
+        (f"{_name(attention)} overrides forward", overrides),
+        (f"the model has attention dropout ({dropout})", dropout > 0),
+        ("the model's attention is not causal", not attention.is_causal),
+        (f"heads are {width} wide, but flash attention supports at most {WIDEST_HEAD}", too_wide),
+    ]
+
+
+def _obstacles_on(device: torch.device, dtype: str) -> list[tuple[str, bool]]:
+    kind = "hip" if torch.version.hip else device.type
+    if kind != "cuda":
+        return [(f"there is no attention kernel for variable lengths on {kind}", True)]
+    reasons = [("dtype is fp32, which flash attention on a GPU does not support", dtype == "fp32")]
+    if torch.cuda.is_available():  # a rehearsal has no GPU
+        name, capability = torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device)
+        old = f"{name} (compute capability {capability}) has no flash attention"
+        reasons.append((old, capability < FLASH_ATTENTION_2))
+    return reasons
 
 
 def _name(thing: object) -> str:

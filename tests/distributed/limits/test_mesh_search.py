@@ -17,7 +17,7 @@ LENGTHS = [[16, 4, 8, 12, 16, 6], [4, 6, 8, 4, 16, 4]]
 """By data-parallel rank: under a limit by length, the first needs more microbatches."""
 ROOM_BYTES = 150_000
 """Memory of the last rank, in addition to the model: enough for three or four rows of 16 tokens. Others have more."""
-STRATEGIES = ("linear", "decrease", "profile")
+STRATEGIES = ("linear", "binary", "profile")
 """`profile` measures a limit by length."""
 RANKS = {"tensor parallel": 2, "tensor parallel and sharded": 4}
 
@@ -55,7 +55,7 @@ def searched(step: TrainingStep[Tensor], strategy: str, meter: MemoryMeter) -> L
     if strategy == "profile":
         return profile_memory(step, memory=meter).limit
     found = find_max_batch_size(step, memory=meter, strategy=strategy, round_to="none", max_rows=16)
-    assert (found.out_of_memory_count > 0) == (strategy == "decrease")
+    assert (found.out_of_memory_count > 0) == (strategy == "binary")
     return RowLimit(found.rows)
 
 

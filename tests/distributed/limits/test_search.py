@@ -60,9 +60,6 @@ def search_all(shape: Shape, draws: int) -> list[Found]:
                 "linear": search_on_rank(trained, meter, budgets),
                 "binary": search_on_rank(trained, meter, budgets, strategy="binary"),
                 "rounded": search_on_rank(trained, meter, budgets, round_to="power_of_two"),
-                "decrease": search_on_rank(
-                    trained, meter, budgets, strategy="decrease", round_to="power_of_two", max_rows=SIZES[-1]
-                ),
             }
             found.append({"best": brute_force(peaks, budgets), **answers})
     return found
@@ -80,7 +77,7 @@ def test_all_ranks_find_the_brute_force_size_under_different_budgets(ranks: int,
         assert 0.95 * best <= linear.rows <= best
         assert len(linear.probes) <= 4
         assert linear.out_of_memory_count == 0
-        assert found["rounded"].rows == found["decrease"].rows == power_of_two
+        assert found["rounded"].rows == power_of_two
 
 
 def search_whole_steps() -> list[SearchResult]:
@@ -145,7 +142,7 @@ def search_where_one_row_does_not_fit(strategy: str) -> list[tuple[str, float]]:
     return text
 
 
-@pytest.mark.parametrize("strategy", ["linear", "decrease"])
+@pytest.mark.parametrize("strategy", ["linear", "binary"])
 def test_one_row_that_does_not_fit_is_the_same_error_on_all_ranks(strategy: str):
     for (first, seconds), *others in zip(*run_on_ranks(3, search_where_one_row_does_not_fit, strategy), strict=True):
         assert all(message == first for message, _ in others)

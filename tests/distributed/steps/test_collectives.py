@@ -22,7 +22,7 @@ from tests.distributed.models import (
 )
 from tests.fault_injection import FaultInjector
 from tests.ranks import run_on_ranks
-from torchtune_adaptive.engine.ranks import LATE_S
+from torchtune_adaptive.engine.consistency import LATE_S
 from torchtune_adaptive.engine.recovery import Recovery
 
 Figures = tuple[float, float]

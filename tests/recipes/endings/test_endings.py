@@ -28,14 +28,14 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torchtune_adaptive.demo.dataset import demo_dataset
-from torchtune_adaptive.demo.tokenizer import demo_tokenizer
+from torchtune_adaptive.demo.tokenizer import DemoTokenizer
 
 def tokenizer(max_seq_len, ranks):
     dist.barrier()
     if dist.get_rank() in ranks:
         Path(f"raised_{dist.get_rank()}").write_text(str(time.time()))
         raise FileNotFoundError("this machine has no such file")
-    return demo_tokenizer(max_seq_len)
+    return DemoTokenizer(max_seq_len)
 
 class Samples:
     def __init__(self, tokenizer, bad=None, **options):

@@ -61,7 +61,7 @@ def test_only_runs_that_the_scheduler_ended_and_that_can_continue_start_again(
     commands, out, log = tmp_path / "commands", tmp_path / "out", tmp_path / "log"
     out.mkdir()
     if status != NOT_BEGUN:
-        run_state.record_start(out, serial=0)
+        run_state.write_record(out, run_state.RunRecord(serial=0))
     scripts = {
         "srun": 'exec "$@"',
         "tune": "exit 1" if event == FAILS else TRAINS.format(tmp_path),

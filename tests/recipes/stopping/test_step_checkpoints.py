@@ -38,9 +38,7 @@ RUN = (
     "lr_scheduler.num_warmup_steps=2",
 )
 GROWING = (
-    "batch_increase_function._component_=torchtune_adaptive.tune.schedule.add_every",
-    "batch_increase_function.epochs=1",
-    "batch_increase_function.amount=2",
+    "batch_increase_function=tests.recipes.stopping.test_step_checkpoints.two_more_in_the_second_epoch",
     "adaptive.max_batch_size=16",
     "adaptive.lr_scaling=sqrt",
     "gradient_accumulation_steps=1",
@@ -65,6 +63,10 @@ STOPS = (2, 4, 6, 7)
 """Steps before which the run ends, in turn: before the first checkpoint, right after one, in the first step of a batch
 that has grown, and after a checkpoint within its epoch.
 """
+
+
+def two_more_in_the_second_epoch(epoch: int, current: int) -> int:
+    return 2 * (epoch == 1)
 
 
 def eight_bit(parameters: Iterable[torch.nn.Parameter], lr: float, fused: bool) -> torch.optim.Optimizer:

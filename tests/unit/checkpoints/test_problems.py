@@ -72,6 +72,6 @@ def test_loading_error_on_one_rank_is_reported_on_all(
     monkeypatch.setattr("torch.distributed.get_rank", lambda: 1)
     monkeypatch.setattr(loading, "from_all_ranks", lambda mine: gathered.append(mine) or [(None, False), mine])
     with pytest.raises(CheckpointError, match="rank 1") as error:
-        loading.load(mock.Mock(**{"load_checkpoint.side_effect": [found]}), None)
+        loading.load_on_all_ranks(mock.Mock(side_effect=[found]), "the weights")
     assert len(gathered) == 1
     assert ("out of memory" in error.value.fact) == out_of_memory

@@ -65,7 +65,7 @@ def test_another_recipe_is_the_only_reported_change(tmp_path: Path) -> None:
 
 def test_run_counted_in_steps_is_finished_according_to_its_former_ranks(tmp_path: Path) -> None:
     saved(tmp_path, "epoch_0", ranks=2)  # after 4 steps
-    assert start(tmp_path, steps=lambda ranks: 10 // ranks).resumes
+    assert start(tmp_path, steps=lambda ranks: 10 // ranks).files
     with pytest.raises(RunFinished, match="raise num_steps"):
         start(tmp_path, steps=lambda ranks: 8 // ranks)
 
@@ -73,7 +73,7 @@ def test_run_counted_in_steps_is_finished_according_to_its_former_ranks(tmp_path
 @pytest.mark.parametrize("change", ["epochs=9", "log_every_n_steps=3", "+adaptive.memory_limit=1GiB", "dtype=bf16"])
 def test_epochs_logging_and_limits_may_change(tmp_path: Path, change: str) -> None:
     saved(tmp_path, "epoch_0")
-    assert start(tmp_path, change.lstrip("+")).resumes
+    assert start(tmp_path, change.lstrip("+")).files
 
 
 def test_finished_run_has_no_work_and_keeps_its_files(tmp_path: Path) -> None:
@@ -83,7 +83,7 @@ def test_finished_run_has_no_work_and_keeps_its_files(tmp_path: Path) -> None:
     with pytest.raises(RunFinished, match="epoch_2"):
         start(tmp_path)
     assert sorted(tmp_path.rglob("*")) == before
-    assert start(tmp_path, "epochs=4").resumes
+    assert start(tmp_path, "epochs=4").files
 
 
 @pytest.mark.parametrize("steps_in_epoch", [0, 1])
@@ -99,7 +99,7 @@ def test_values_of_the_config_that_json_changes_are_the_same_run(tmp_path: Path)
     cfg = config(tmp_path)
     cfg.dataset, cfg.model.table = [part], {3: math.nan}
     save(tmp_path, "epoch_0", identity=identity_of(cfg, "full"))
-    assert decide(read_full_settings(cfg), "full").resumes
+    assert decide(read_full_settings(cfg), "full").files
 
 
 def test_interrupted_clean_up_of_a_finished_run_is_completed_by_the_next(
@@ -134,7 +134,7 @@ def test_pruning_interrupted_by_a_kill_is_completed_at_the_next_start(tmp_path: 
 
 
 def test_fresh_start_removes_leftovers_of_a_kill(tmp_path: Path) -> None:
-    assert not start(tmp_path / "new" / "out").resumes
+    assert not start(tmp_path / "new" / "out").files
     out = tmp_path / "out"
     for name in (".saving", ".removing-step_3-ab12ab12"):
         (out / name / "epoch_0").mkdir(parents=True)
@@ -143,7 +143,7 @@ def test_fresh_start_removes_leftovers_of_a_kill(tmp_path: Path) -> None:
     for name in of_user:
         (out / name).touch()
     found = start(out)
-    assert (found.resumes, found.serial) == (False, 0)
+    assert (found.files, found.serial) == (None, 0)
     assert {path.name for path in out.iterdir()} == {".saving", *of_user}
     assert [path.name for path in (out / ".saving").iterdir()] == [found.directory.mark]
 
@@ -173,7 +173,7 @@ def test_fresh_start_among_checkpoints_is_refused_and_removes_none(tmp_path: Pat
 
 def test_file_with_the_name_of_a_checkpoint_is_kept(tmp_path: Path) -> None:
     (tmp_path / "step_3").write_text("my notes")
-    assert not start(tmp_path).resumes
+    assert not start(tmp_path).files
     with pytest.raises(NotADirectoryError):
         save(tmp_path, "step_3")
     assert (tmp_path / "step_3").read_text() == "my notes"

@@ -30,7 +30,7 @@ def status(capsys: pytest.CaptureFixture[str]) -> Status:
 @pytest.fixture
 def run_folder(tmp_path: Path) -> Path:
     """The folder of a started run that has not recorded its end."""
-    run_state.record_start(tmp_path, 0)
+    run_state.write_record(tmp_path, run_state.RunRecord(serial=0))
     return tmp_path
 
 
@@ -60,7 +60,7 @@ def test_finished_run_stays_finished_until_started_with_more_epochs(run_folder: 
     assert code == FINISHED
     assert report.startswith("finished: step 4\n")
     assert "resume with" not in report
-    run_state.record_start(run_folder, 4)
+    run_state.write_record(run_folder, run_state.RunRecord(serial=4))
     assert status(run_folder)[0] == CAN_CONTINUE
     save(run_folder, "epoch_2", serial=4, finished=True)
     assert status(run_folder)[0] == FINISHED
@@ -72,7 +72,9 @@ def test_user_error_is_not_restarted(run_folder: Path, status: Status) -> None:
     code, report = status(run_folder)
     assert (code, report.splitlines()[0]) == (BROKEN, "broken: step 3: the loss is nan")
     assert str(run_folder / "step_2") in report
-    run_state.record_start(run_folder, 1)  # the user has fixed the error, and the run continues
+    run_state.write_record(
+        run_folder, run_state.RunRecord(serial=1)
+    )  # the user has fixed the error, and the run continues
     assert status(run_folder)[0] == CAN_CONTINUE
 
 

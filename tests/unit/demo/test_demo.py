@@ -15,7 +15,7 @@ from torchtune.datasets import SFTDataset
 from tests.ranks import run_on_ranks
 from torchtune_adaptive.demo.dataset import demo_dataset, demo_row
 from torchtune_adaptive.demo.model import demo_model
-from torchtune_adaptive.demo.tokenizer import demo_tokenizer
+from torchtune_adaptive.demo.tokenizer import DemoTokenizer
 from torchtune_adaptive.demo.weights import generate_if_missing
 
 OUR_CONFIGS = Path(__file__).parents[3] / "configs" / "demo"
@@ -26,15 +26,15 @@ ensure_weights = partial(generate_if_missing, generate=lambda: demo_model().stat
 
 @given(st.text())
 def test_text_survives_encoding_and_decoding(text):
-    tokenizer = demo_tokenizer()
+    tokenizer = DemoTokenizer()
     assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
 @given(st.text(), st.text(), st.integers(2, 60))
 def test_truncated_sample_still_ends_with_eos(question, answer, limit):
     messages = [Message("user", question, masked=True), Message("assistant", answer)]
-    whole, whole_mask = demo_tokenizer().tokenize_messages(messages)
-    tokenizer = demo_tokenizer(max_seq_len=limit)
+    whole, whole_mask = DemoTokenizer().tokenize_messages(messages)
+    tokenizer = DemoTokenizer(max_seq_len=limit)
     tokens, mask = tokenizer.tokenize_messages(messages)
     kept = min(limit, len(whole)) - 1
     assert tokens == [*whole[:kept], tokenizer.eos_id]
@@ -42,7 +42,7 @@ def test_truncated_sample_still_ends_with_eos(question, answer, limit):
 
 
 def test_prompt_stays_open_for_generation():
-    tokenizer = demo_tokenizer()
+    tokenizer = DemoTokenizer()
     messages = [Message("user", "hi"), Message("assistant", "")]
     prompt = tokenizer({"messages": messages}, inference=True)["tokens"]
     whole = tokenizer({"messages": messages})["tokens"]
@@ -51,7 +51,7 @@ def test_prompt_stays_open_for_generation():
 
 @pytest.mark.parametrize("train_on_input", [False, True])
 def test_samples_equal_torchtunes_dataset_over_the_same_rows(tmp_path, train_on_input):
-    tokenizer = demo_tokenizer(max_seq_len=200)
+    tokenizer = DemoTokenizer(max_seq_len=200)
     rows = tmp_path / "rows.json"
     rows.write_text(json.dumps([demo_row(1, index) for index in range(40)]))
     theirs = SFTDataset(

@@ -9,9 +9,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.recipes.allocation_profile import profiled
-from torchtune_adaptive.engine import ranks
+from torchtune_adaptive.engine import consistency
+from torchtune_adaptive.engine.consistency import EqualSteps, checksum
 from torchtune_adaptive.engine.plans import load_of
-from torchtune_adaptive.engine.ranks import EqualSteps, checksum, comes_from_a_collective, explaining_failures
+from torchtune_adaptive.engine.ranks import comes_from_a_collective, explaining_failures
 from torchtune_adaptive.engine.results import AttemptReport, AttemptReports
 from torchtune_adaptive.errors import Remedy, UnrecoverableError
 
@@ -112,8 +113,8 @@ def test_checksum_depends_on_the_order_of_parameters_but_not_on_empty_ones() -> 
 def test_slightly_late_peer_has_the_same_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a null device, where no stream waits for gloo."""
     store = dist.HashStore()
-    monkeypatch.setattr(ranks, "_store", lambda: store)
-    monkeypatch.setattr(ranks, "world_size", lambda: 2)
+    monkeypatch.setattr(consistency, "_store", lambda: store)
+    monkeypatch.setattr(consistency, "world_size", lambda: 2)
     monkeypatch.setattr(dist, "get_backend", lambda: "gloo")
     steps = EqualSteps(enabled=True)
     for number, step in enumerate(("8 in 2", "6 in 2"), start=1):

@@ -150,7 +150,7 @@ def test_search_with_optimizers_in_the_backward_restores_everything():
         result = search_within(trained.step(), meter, 400_000)
         assert state_of(trained) == before
         assert all(not optimizer.state for optimizer in trained.optimizers.values())
-    assert set(result.lines) == {"forward and backward", "update"}, "without boundaries"
+    assert set(result.probes[0].peak.phase_bytes) == {"forward and backward", "update"}, "without boundaries"
     assert result.rows > 1
     assert result.out_of_memory_count == 0
 
@@ -158,12 +158,10 @@ def test_search_with_optimizers_in_the_backward_restores_everything():
 def test_one_row_too_large_inside_the_backward_is_measured_and_not_fatal():
     with MemoryMeter() as meter:
         trained = InBackward(Shape())
-        with pytest.raises(OneRowDoesNotFitError) as caught:
+        with pytest.raises(OneRowDoesNotFitError, match=" needs "):
             search_within(trained.step(), meter, 2 * meter.live_bytes)
-    assert caught.value.need_bytes is not None
 
 
-@pytest.mark.parametrize("strategy", ["binary", "decrease"])
-def test_strategies_that_run_out_of_memory_are_refused_if_a_step_cannot_be_repeated(strategy: str):
-    with MemoryMeter() as meter, pytest.raises(ConfigError, match=strategy):
-        search_within(InBackward(Shape()).step(), meter, 2_000_000, strategy=strategy)
+def test_strategy_that_runs_out_of_memory_is_refused_if_a_step_cannot_be_repeated():
+    with MemoryMeter() as meter, pytest.raises(ConfigError, match="binary"):
+        search_within(InBackward(Shape()).step(), meter, 2_000_000, strategy="binary")

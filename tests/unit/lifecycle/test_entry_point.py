@@ -116,7 +116,7 @@ def test_out_of_memory_after_the_last_checkpoint_is_a_warning(
 def test_only_an_unrecoverable_run_is_recorded_as_broken(
     error: Exception, ended: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run_state.record_start(tmp_path, 0)
+    run_state.write_record(tmp_path, run_state.RunRecord(serial=0))
     monkeypatch.setattr(entry_point.THIS_RUN, "record_directory", tmp_path)
 
     def fail() -> None:

@@ -109,7 +109,7 @@ def test_unwritable_folder_is_an_error_that_names_it(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("last", [run_state.STOPPED, run_state.FINISHED, run_state.ERROR])
 def test_last_end_replaces_the_recorded_signal_but_a_signal_replaces_no_end(last: str, tmp_path: Path) -> None:
-    run_state.record_start(tmp_path, 3)
+    run_state.write_record(tmp_path, run_state.RunRecord(serial=3))
     for ended in (run_state.SIGNALLED, last, run_state.SIGNALLED):
         run_state.record_end(tmp_path, ended, f"message of {ended}")
     assert run_state.read_record(tmp_path) == RunRecord(serial=3, ended=last, message=f"message of {last}")
@@ -117,7 +117,7 @@ def test_last_end_replaces_the_recorded_signal_but_a_signal_replaces_no_end(last
 
 def test_run_that_cannot_record_its_state_logs_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / run_state.RUN_FILE).mkdir()
-    run_state.record_start(tmp_path, 0)
+    run_state.write_record(tmp_path, run_state.RunRecord(serial=0))
     (line,) = caplog.messages
     assert line.startswith(f"cannot write {tmp_path / run_state.RUN_FILE} (Is a directory)")
     assert [path.name for path in tmp_path.iterdir()] == [run_state.RUN_FILE]

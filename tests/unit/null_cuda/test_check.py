@@ -1,11 +1,10 @@
 """A replay finds calls of NCCL that would hang, in recordings of small programs."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.nccl_problems import problems_in
 from torchtune_adaptive.null_cuda.check import Replay
 
 Line = tuple[object, ...]
@@ -29,7 +28,7 @@ def problems_of(folder: Path, *ranks: list[Line], all_ranks: bool = True) -> lis
         (folder / f"rank{rank}").write_text("".join("\t".join(map(str, line)) + "\n" for line in lines))
     report = Replay(folder, all_ranks=all_ranks)
     assert len(report.recordings) == len(ranks)
-    return report.problems
+    return problems_in(report)
 
 
 def both(*lines: Line) -> tuple[list[Line], ...]:
@@ -128,13 +127,3 @@ def test_half_of_a_line_at_the_end_is_ignored(tmp_path: Path) -> None:
     """A recording may be read while it is written."""
     one, other = both(reduce("a", ONE, 0))
     assert problems_of(tmp_path, [*one, ("call", "a")], other) == []
-
-
-@pytest.mark.parametrize("given", [[], ["empty"], ["missing"]])
-def test_folder_without_a_recording_is_refused(tmp_path: Path, given: list[str]) -> None:
-    (tmp_path / "empty").mkdir()
-    command = [sys.executable, "-m", "torchtune_adaptive.null_cuda.check", *given]
-    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
-    assert ended.returncode == 1
-    assert "NULL_CUDA_RECORD" in ended.stderr
-    assert "Traceback" not in ended.stderr

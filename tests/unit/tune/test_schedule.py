@@ -15,7 +15,6 @@ from torchtune_adaptive.config.keys import AdaptiveConfig, Settings
 from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.tune.schedule import (
     Increase,
-    add_every,
     build_increase_function,
     double_every,
     log_schedule,
@@ -101,7 +100,6 @@ def test_step_has_the_samples_of_its_mode_in_even_microbatches_that_fit(
     [
         (double_every(2), [2, 2, 4, 4, 8, 8]),
         (double_every(1), [2, 4, 8, 16, 32, 64]),
-        (add_every(3, 5), [2, 2, 2, 7, 7, 7]),
     ],
 )
 def test_built_in_functions_give_these_batch_sizes(function: Increase, sizes: list[int]) -> None:
@@ -116,7 +114,7 @@ def test_increase_is_accepted_up_to_the_maximum_and_otherwise_skipped_and_shown(
 
 
 def test_initial_batch_above_the_maximum_is_split_and_may_shrink() -> None:
-    plans = plans_of(add_every(1, -3), epochs=3, batch_size=12, fits=4)
+    plans = plans_of(lambda epoch, _: -3 if epoch else 0, epochs=3, batch_size=12, fits=4)
     assert [plan.batch_size for plan in plans] == [12, 9, 6]
     assert [(plan.microbatches, plan.microbatch_rows) for plan in plans] == [(6, 4), (5, 4), (3, 4)]
 
@@ -125,7 +123,7 @@ def test_initial_batch_above_the_maximum_is_split_and_may_shrink() -> None:
 def test_epoch_has_every_whole_step_up_to_the_configured_maximum(
     batch_size: int, accumulation: int, samples: int, most: int | None
 ) -> None:
-    plans = plans_of(add_every(1, 1), 6, batch_size, accumulation, samples=samples, most=most)
+    plans = plans_of(lambda epoch, _: min(epoch, 1), 6, batch_size, accumulation, samples=samples, most=most)
     for plan in plans:
         if plan.steps != most:
             assert 0 <= samples - plan.steps * plan.samples_per_step < plan.samples_per_step
@@ -169,8 +167,8 @@ def returns_a_bool(epoch: int, current: int) -> int:
     ("function", "fact"),
     [
         (returns_a_bool, "epoch 0 and batch size 2, returned True"),
-        (add_every(1, -1), "epoch 2 and batch size 1, returned -1"),
-        (add_every(1, "2"), "epoch 1 and batch size 2, returned '2'"),
+        (lambda epoch, _: -min(epoch, 1), "epoch 2 and batch size 1, returned -1"),
+        (lambda epoch, _: "2" if epoch else 0, "epoch 1 and batch size 2, returned '2'"),
         (double_every(0), "epoch 1 and batch size 2, raised ZeroDivisionError"),
         (math.pi, "epoch 0 and batch size 2, raised TypeError"),
         (double_every, "a section with its _component_"),
