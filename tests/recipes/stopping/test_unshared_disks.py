@@ -6,7 +6,7 @@ import pytest
 import torch.distributed as dist
 
 from tests.ranks import run_on_ranks
-from tests.unit.checkpoints.run_starts import config
+from tests.unit.checkpoints.test_resuming import config
 from torchtune_adaptive.checkpoints.resuming import find_start
 from torchtune_adaptive.config.checks import read_full_settings
 from torchtune_adaptive.errors import ConfigError
