@@ -22,7 +22,7 @@ from tests.simulated_memory import (
     roundings,
 )
 from torchtune_adaptive.engine.limits import MAX_ROWS, Surface, candidate_rows
-from torchtune_adaptive.engine.search import STRATEGIES, fit_line
+from torchtune_adaptive.engine.search import STRATEGIES, History, Peak, Probe, fit_line
 from torchtune_adaptive.errors import OneRowDoesNotFitError
 
 
@@ -211,6 +211,12 @@ def test_linear_searches_completely_if_memory_grows_faster_than_the_rows(soft: b
     result = device.search(round_to="none")
     assert result.rows in (30, 31)
     assert result.unrounded_rows >= result.rows
+
+
+def test_fitting_rows_above_a_failed_size_are_not_trusted() -> None:
+    probes = [Probe(rows=rows, peak=Peak({"step": rows}, fits=rows != 4)) for rows in (1, 8, 4)]
+    history = History(10, range(1, 11), 10, probes=tuple(probes))
+    assert (history.accepted_rows, history.too_many) == (1, 4)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
