@@ -52,6 +52,8 @@ def test_growing_storage_is_counted_and_can_be_refused_while_the_meter_is_active
         assert here.size() == 3 * MIB
         here.resize_(0)
         assert (meter.live_bytes, meter.peak_bytes) == (MIB, 4 * MIB)
+        meter.reset_peak()
+        assert meter.peak_bytes == MIB
     here.resize_(6 * MIB)
     assert here.size() == 6 * MIB
 
