@@ -5,24 +5,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 
-class Lines(logging.Handler):
-    """Collects log records, line by line."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lines: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines += record.getMessage().splitlines()
-
-
 @contextmanager
 def captured_log(name: str = "torchtune_adaptive") -> Iterator[list[str]]:
     """Collect the lines of this logger and its children."""
-    logger, captured = logging.getLogger(name), Lines()
+    logger, handler, lines = logging.getLogger(name), logging.Handler(), list[str]()
+    handler.emit = lambda record: lines.extend(record.getMessage().splitlines())  # type: ignore[method-assign]
     logger.setLevel(logging.INFO)
-    logger.addHandler(captured)
+    logger.addHandler(handler)
     try:
-        yield captured.lines
+        yield lines
     finally:
-        logger.removeHandler(captured)
+        logger.removeHandler(handler)

@@ -2,7 +2,8 @@
 it.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -94,3 +95,20 @@ phase = st.tuples(st.integers(0, 40_000), st.one_of(st.just(0), st.integers(20, 
 phases = st.lists(phase, min_size=1, max_size=5).filter(lambda all_: any(slope for _, slope in all_))
 headrooms = st.floats(1, 8)
 roundings = st.sampled_from(["none", "power_of_two"])
+
+
+class FakeMemory:
+    """A memory device for policies: tests set its figures."""
+
+    def __init__(self, *, budget_bytes: int = 1000, peak_bytes: int = 700) -> None:
+        self.budget_bytes = budget_bytes
+        self.peak_bytes = peak_bytes
+        self.retries = 0
+        self.fullness = 0.0
+
+    def reset_peak(self) -> None:
+        self.peak_bytes = 0
+
+    @contextmanager
+    def unlimited(self) -> Iterator[None]:
+        yield

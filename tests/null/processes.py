@@ -1,10 +1,12 @@
 """Processes on null devices, forked from a process that used a null device from its start."""
 
+import inspect
 import multiprocessing
 import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
+from importlib import import_module
 from typing import Any
 from unittest import mock
 
@@ -55,3 +57,22 @@ def null_processes() -> Iterator[OnNull]:
             return found if ranks > 1 else found[0]
 
         yield on_null
+
+
+def on_null_device(**options: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Decorate a test whose body runs in a process on a null device, or on several ranks: see `null_processes`."""
+
+    def decorate(body: Callable[..., None]) -> Callable[..., None]:
+        def test(on_null: OnNull, **arguments: Any) -> None:
+            on_null(_run_body, body.__module__, body.__name__, arguments, **options)
+
+        parameters = [inspect.signature(test).parameters["on_null"], *inspect.signature(body).parameters.values()]
+        test.__signature__ = inspect.Signature(parameters)
+        test.__module__, test.__name__, test.__doc__, test.body = body.__module__, body.__name__, body.__doc__, body
+        return test
+
+    return decorate
+
+
+def _run_body(module: str, name: str, arguments: dict[str, Any]) -> None:
+    getattr(import_module(module), name).body(**arguments)

@@ -1,29 +1,125 @@
-"""Decisions of the profile and the governor with torch's allocator, for layers in full size."""
+"""Decisions of the profile and the governor with torch's allocator, for layers in full size, as rank 0 of 8."""
+
+import os
+import random
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from unittest import mock
 
 import pytest
+import torch
+import torch.distributed as dist
+from omegaconf import DictConfig, OmegaConf
 
-from tests.null.full_size_models import budgeted, crowded, drift
-from tests.null.processes import OnNull
+from tests.gpu.real_steps import RealStep, build, use, worst
+from tests.null.processes import on_null_device
+from torchtune_adaptive.config.command_line import locate
+from torchtune_adaptive.engine import ranks as collectives
+from torchtune_adaptive.engine import snapshot
 from torchtune_adaptive.engine.governor import THRASHING
+from torchtune_adaptive.engine.memory import CudaMemory
+from torchtune_adaptive.engine.oom import release_memory
+from torchtune_adaptive.engine.probes import profile_memory
+from torchtune_adaptive.engine.step import StepRunner
+from torchtune_adaptive.null_cuda import set_memory
+from torchtune_adaptive.tune.samples import Sample
 
+RANKS = 8
+TOKENS = 2048
+"""Tokens of the longest sample; the median is an eighth, as in instruction data."""
 LAYERS, MEMORY = 4, 24 * 10**9
-SEGMENTS = pytest.mark.parametrize("expandable", [False, True], ids=["segments", "expandable"])
 
 
-@SEGMENTS
-def test_steps_of_mixed_lengths_reserve_as_much_as_the_longest_samples(on_null: OnNull, expandable: bool) -> None:
-    found = on_null(drift, LAYERS, 8, 20, expandable)
-    assert max(found.reserved_bytes) <= 1.01 * found.probe_reserved_bytes
+@contextmanager
+def at_size(layers: int, expandable: bool = False) -> Iterator[RealStep]:
+    """Build the package's 1B config with this many of its 16 layers. The other ranks are torch's fake ranks."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    os.environ["PYTORCH_CUDA_ALLOC_CONF"] = f"expandable_segments:{expandable}"
+    device = use("cuda")
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=RANKS)
+    cfg = OmegaConf.load(locate("adaptive/llama3_2/1B_full"))
+    assert isinstance(cfg, DictConfig)
+    cfg.enable_activation_checkpointing = True
+    cfg.model = {
+        "_component_": "torchtune.models.llama3_2.llama3_2",
+        "vocab_size": 128_256,
+        "num_layers": layers,
+        "num_heads": 32,
+        "num_kv_heads": 8,
+        "embed_dim": 2048,
+        "max_seq_len": 131_072,
+        "intermediate_dim": 8192,
+    }
+    with (
+        mock.patch.object(collectives.Agreement, "gather", lambda _, row: [tuple(row)] * RANKS),
+        mock.patch.object(collectives, "new_gloo_group", return_value=None),
+        mock.patch.object(snapshot, "checksums_of", return_value=[]),  # values on a null device have no meaning
+    ):
+        yield build(cfg, device)
+    dist.destroy_process_group()
 
 
-def test_measured_token_budget_trains_without_running_out_of_memory(on_null: OnNull) -> None:
-    found = on_null(budgeted, LAYERS, MEMORY, 2, False)
-    assert found.recoveries == 0
-    assert found.reserved_bytes > 0.9 * MEMORY
+def mixed(rows: int, steps: int) -> Iterator[list[Sample]]:
+    draw = random.Random(0)
+    for _ in range(steps):
+        yield [worst(max(8, min(TOKENS, int(draw.lognormvariate(0, 0.9) * TOKENS / 8)))) for _ in range(rows)]
 
 
-def test_two_steps_with_flushes_lower_the_limit(on_null: OnNull) -> None:
-    found = on_null(crowded, LAYERS, MEMORY, 12)
-    assert min(found.flushes[:2]) > 0
-    assert found.changes == [THRASHING]
-    assert found.rows == 8
+def train(step: RealStep, samples: list[Sample]) -> None:
+    step.optimization.update(step.forward_backward(samples).target_tokens)
+    step.optimization.optimizers[0].zero_grad(set_to_none=True)
+
+
+@pytest.mark.parametrize("expandable", [False, True], ids=["segments", "expandable"])
+@on_null_device()
+def test_steps_of_mixed_lengths_reserve_as_much_as_the_longest_samples(expandable: bool) -> None:
+    with at_size(LAYERS, expandable) as step:
+        train(step, [worst(TOKENS)])
+        release_memory()
+        torch.cuda.reset_peak_memory_stats()
+        train(step, [worst(TOKENS)] * 8)
+        longest = torch.cuda.max_memory_reserved()
+        for samples in mixed(8, steps=20):
+            train(step, samples)
+        assert torch.cuda.memory_stats()["num_alloc_retries"] == 0
+        assert torch.cuda.max_memory_reserved() <= 1.01 * longest
+
+
+def run(step: RealStep, runner: StepRunner[Sample], steps: Iterable[list[Sample]]) -> list[int]:
+    """Return the flushes of each step."""
+    memory, flushes = CudaMemory(), []
+    for number, samples in enumerate(steps):
+        before = memory.retries
+        step.optimization.update(runner.run(samples, step=number).target_tokens)
+        step.optimization.optimizers[0].zero_grad(set_to_none=True)
+        flushes.append(memory.retries - before)
+    return flushes
+
+
+@on_null_device()
+def test_measured_token_budget_trains_without_running_out_of_memory() -> None:
+    set_memory(MEMORY)
+    with at_size(LAYERS) as step:
+        found = profile_memory(searched := step.to_search(TOKENS), most_rows=512)
+        searched.runner.close()
+        runner = step.runner(1)
+        runner.use_limit(found.limit)
+        release_memory()
+        torch.cuda.reset_peak_memory_stats()
+        run(step, runner, mixed(512, steps=2))
+        assert runner.recoveries == 0
+        assert torch.cuda.max_memory_reserved() > 0.9 * MEMORY
+
+
+@on_null_device()
+def test_two_steps_with_flushes_lower_the_limit() -> None:
+    """So many rows that the allocator flushes its cache."""
+    rows, changes = 12, list[str]()
+    set_memory(MEMORY)
+    with at_size(LAYERS) as step:
+        runner = step.runner(rows, lambda change: changes.append(change.kind))
+        runner.measure_memory(CudaMemory())
+        flushes = run(step, runner, [[worst(TOKENS)] * rows] * 3)
+        assert min(flushes[:2]) > 0
+        assert (changes, runner.limit.size) == ([THRASHING], 8)

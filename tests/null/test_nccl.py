@@ -100,9 +100,8 @@ def test_small_tensors_and_objects_reach_the_other_ranks(on_null: OnNull, tmp_pa
     assert report.calls > 12
 
 
-def calls_with_a_full_card() -> dict[str, tuple[int, int, bool]]:
-    """Collective: issue collectives on a full card. Return how many the group has counted and NCCL has got, and whether
-    memory ran out."""
+def calls_with_a_full_card() -> None:
+    """Collective: issue collectives on a full card. The group counts those that NCCL gets, and only others fail."""
     backend = dist.group.WORLD._get_backend(device())
     elements = 2**21
     [whole, part] = [torch.zeros(size, device=device()) for size in (2 * elements, elements)]
@@ -119,7 +118,7 @@ def calls_with_a_full_card() -> dict[str, tuple[int, int, bool]]:
         "all_gather of a list": lambda: dist.all_gather(parts, part),
         "barrier": dist.barrier,
     }
-    found = {}
+    of_fsdp = ("all_gather", "reduce_scatter", "reduce_scatter with a factor", "all_reduce")
     for name, issue in collectives.items():
         issue()  # the first use may allocate what later ones keep
         before = backend._get_sequence_number_for_group(), launches()
@@ -128,10 +127,11 @@ def calls_with_a_full_card() -> dict[str, tuple[int, int, bool]]:
             issue()
         except torch.OutOfMemoryError:
             failed = True
-        found[name] = backend._get_sequence_number_for_group() - before[0], launches() - before[1], failed
+        counted, launched = backend._get_sequence_number_for_group() - before[0], launches() - before[1]
+        assert (counted == 0) == (launched == 0) == failed, name
+        assert name not in of_fsdp or (counted, launched) == (1, 1)
         del kept
         set_memory(80 * 2**30, device=dist.get_rank())
-    return found
 
 
 def launches() -> int:
@@ -143,44 +143,35 @@ def launches() -> int:
 def test_collective_on_a_full_card_is_counted_exactly_if_it_is_launched(
     on_null: OnNull, tmp_path: Path, backend: str
 ) -> None:
-    arguments = str(tmp_path), f"cuda:{backend}", calls_with_a_full_card
-    for _, found in on_null(record_on_rank, *arguments, ranks=2, in_group=False):
-        assert all((counted == 0) == (launched == 0) == failed for counted, launched, failed in found.values()), found
-        of_fsdp = ("all_gather", "reduce_scatter", "reduce_scatter with a factor", "all_reduce")
-        assert [found[name] for name in of_fsdp] == [(1, 1, False)] * 4
+    on_null(record_on_rank, str(tmp_path), f"cuda:{backend}", calls_with_a_full_card, ranks=2, in_group=False)
 
 
-def implicit_synchronizations() -> dict[str, set[str]]:
-    """Collective: return what is recorded for a copy or a release."""
+def copy_and_release() -> None:
+    """Collective: copies to pageable memory and releases are recorded as synchronizations."""
     recording = Path(os.environ["NULL_CUDA_RECORD"]) / f"rank{dist.get_rank()}"
     source, pageable = torch.zeros(8, device=device()), torch.zeros(8)
     pinned, unused = torch.zeros(8).pin_memory(), torch.zeros(2**22, device=device())
     del unused
-    operations: dict[str, Callable[[], object]] = {
-        "pageable": lambda: pageable.copy_(source, non_blocking=True),
-        "pinned": lambda: pinned.copy_(source, non_blocking=True),
-        "cudaFree": torch.cuda.empty_cache,
-    }
-    found = {}
-    for name, run in operations.items():
+    operations: list[tuple[Callable[[], object], set[str]]] = [
+        (lambda: pageable.copy_(source, non_blocking=True), {"stream"}),
+        (lambda: pinned.copy_(source, non_blocking=True), set()),
+        (torch.cuda.empty_cache, {"device"}),
+    ]
+    for run, expected in operations:
         before = recording.stat().st_size
         run()
         with recording.open() as lines:
             lines.seek(before)
-            found[name] = {line.split("\t")[0] for line in lines} & {"stream", "device"}
-    return found
+            assert {line.split("\t")[0] for line in lines} & {"stream", "device"} == expected
 
 
 def test_copies_to_pageable_memory_and_releases_are_recorded_as_synchronizations(
     on_null: OnNull, tmp_path: Path
 ) -> None:
-    for _, found in on_null(
-        record_on_rank, str(tmp_path), "cuda:nccl", implicit_synchronizations, ranks=2, in_group=False
-    ):
-        assert found == {"pageable": {"stream"}, "pinned": set(), "cudaFree": {"device"}}
+    on_null(record_on_rank, str(tmp_path), "cuda:nccl", copy_and_release, ranks=2, in_group=False)
 
 
-def failing_collective() -> str:
+def fail_inside_nccl() -> None:
     """Collective: NCCL fails inside a collective of the model, which is not FSDP's."""
 
     class Communicating(nn.Linear):
@@ -195,51 +186,46 @@ def failing_collective() -> str:
         loss = model(torch.stack([*samples]).to(device())).sum()
         return Totals(loss.detach(), 1)
 
-    runner = runner_of(model, 2, forward_backward)
-    with pytest.raises(CollectiveFailedError) as raised:
-        runner.run([torch.ones(4)] * 2, step=0)
-    return str(raised.value)
+    with pytest.raises(CollectiveFailedError, match=r"^a collective of the model failed on rank ") as raised:
+        runner_of(model, 2, forward_backward).run([torch.ones(4)] * 2, step=0)
+    assert "NCCL's communicator is broken after this error: restart from the last checkpoint" in str(raised.value)
 
 
 @pytest.mark.parametrize("backend", ["nccl", "nccl-legacy"])
 def test_error_inside_nccl_is_explained(on_null: OnNull, tmp_path: Path, backend: str) -> None:
-    for _, text in on_null(
-        record_on_rank, str(tmp_path), f"cuda:{backend}", failing_collective, ranks=2, in_group=False
-    ):
-        assert text.startswith("a collective of the model failed on rank ")
-        assert "NCCL's communicator is broken after this error: restart from the last checkpoint" in text
+    on_null(record_on_rank, str(tmp_path), f"cuda:{backend}", fail_inside_nccl, ranks=2, in_group=False)
 
 
-def communicators_before_the_first_step() -> tuple[int, int]:
-    """Collective: return the number of communicators with and without a runner, which NCCL may create at first use."""
-    recording = Path(os.environ["NULL_CUDA_RECORD"]) / f"rank{dist.get_rank()}"
+def communicators() -> int:
+    """Return the number of communicators of this rank; NCCL may create one at its first use."""
+    return (Path(os.environ["NULL_CUDA_RECORD"]) / f"rank{os.environ['RANK']}").read_text().count("creates it")
+
+
+def take_a_first_step() -> None:
+    """Collective: all communicators exist with the runner, of all ranks, of the shards and of the replicas."""
     model = build(ModelConfig(replicas=2))
     torch.cuda.synchronize()
-    before = recording.read_text().count("creates it")
+    assert communicators() == 0
     runner = runner_of(model, 2)
-    after = recording.read_text().count("creates it")
+    assert communicators() == 3
     runner.run(samples_of(dist.get_rank(), 4), step=0)
-    assert recording.read_text().count("creates it") == after
-    return before, after
+    assert communicators() == 3
 
 
 def test_every_communicator_exists_before_the_first_step(on_null: OnNull, tmp_path: Path) -> None:
-    arguments = str(tmp_path), "cuda:nccl-legacy,cpu:gloo", communicators_before_the_first_step
-    for _, found in on_null(record_on_rank, *arguments, ranks=4, in_group=False):
-        assert found == (0, 3)  # of all ranks, of the shards and of the replicas
+    arguments = str(tmp_path), "cuda:nccl-legacy,cpu:gloo", take_a_first_step
+    on_null(record_on_rank, *arguments, ranks=4, in_group=False)
 
 
-def communicators_after_joining() -> int:
-    """Collective: join a process group as recipes do."""
+def join_as_recipes_do() -> None:
+    """Collective."""
     dist.destroy_process_group()
     use_next_port()
-    recording = Path(os.environ["NULL_CUDA_RECORD"]) / f"rank{os.environ['RANK']}"
-    before = recording.read_text().count("creates it")
+    before = communicators()
     dist.Backend.default_device_backend_map["cuda"] = "nccl-legacy"  # which by default creates it at first use
     join_on(device())
-    return recording.read_text().count("creates it") - before
+    assert communicators() == before + 1
 
 
 def test_recipes_create_the_communicator_when_they_join(on_null: OnNull, tmp_path: Path) -> None:
-    arguments = str(tmp_path), "cuda:nccl", communicators_after_joining
-    assert [found for _, found in on_null(record_on_rank, *arguments, ranks=2, in_group=False)] == [1, 1]
+    on_null(record_on_rank, str(tmp_path), "cuda:nccl", join_as_recipes_do, ranks=2, in_group=False)

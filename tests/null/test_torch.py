@@ -8,14 +8,21 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tests.null.processes import OnNull
-from tests.ranks import RankFailed
+from tests.null.processes import on_null_device
 
 MIB = 2**20
 
 
-def newly_reserved(waits_for: str) -> int:
-    """Free memory that a side stream uses, and allocate as much. Return the MiB that the allocator reserves for it."""
+@pytest.mark.parametrize(
+    ("waits_for", "reserved"),
+    [
+        *((wait, 0) for wait in ("device", "stream", "event", "another stream", "work", "polls")),
+        *((wait, 64) for wait in ("nothing", "earlier event", "less work")),
+    ],
+)
+@on_null_device()
+def test_memory_of_another_stream_is_reused_only_after_its_work(waits_for: str, reserved: int) -> None:
+    """Free memory that a side stream uses, and allocate as much: the allocator reserves that many MiB for it."""
     side, before, after = torch.cuda.Stream(), torch.cuda.Event(), torch.cuda.Event()
     used, small = torch.empty(64 * MIB, device="cuda", dtype=torch.uint8), torch.empty(1, device="cuda")
     before.record()
@@ -48,32 +55,19 @@ def newly_reserved(waits_for: str) -> int:
                 pass
     before_bytes = torch.cuda.memory_reserved()
     torch.empty(64 * MIB, device="cuda", dtype=torch.uint8)
-    return (torch.cuda.memory_reserved() - before_bytes) // MIB
+    assert (torch.cuda.memory_reserved() - before_bytes) // MIB == reserved
 
 
-@pytest.mark.parametrize(
-    ("waits_for", "reserved"),
-    [
-        *((wait, 0) for wait in ("device", "stream", "event", "another stream", "work", "polls")),
-        *((wait, 64) for wait in ("nothing", "earlier event", "less work")),
-    ],
-)
-def test_memory_of_another_stream_is_reused_only_after_its_work(waits_for: str, reserved: int, on_null: OnNull) -> None:
-    assert on_null(newly_reserved, waits_for) == reserved
-
-
-def seconds() -> float:
+@on_null_device()
+def test_events_measure_a_time_by_which_autotuners_can_divide() -> None:
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     start.record()
     end.record()
-    return start.elapsed_time(end)
+    assert start.elapsed_time(end) > 0
 
 
-def test_events_measure_a_time_by_which_autotuners_can_divide(on_null: OnNull) -> None:
-    assert on_null(seconds) > 0
-
-
-def captured() -> tuple[int, int]:
+@on_null_device()
+def test_cuda_graph_keeps_its_memory() -> None:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         made = torch.empty(2**28, device="cuda", dtype=torch.uint8).sqrt().sum()
@@ -82,16 +76,12 @@ def captured() -> tuple[int, int]:
     with_graph, _ = torch.cuda.memory_reserved(), made.item()
     del graph, made
     torch.cuda.empty_cache()
-    return with_graph, torch.cuda.memory_reserved()
+    assert with_graph >= 5 * 2**28 > torch.cuda.memory_reserved()
 
 
-def test_cuda_graph_keeps_its_memory(on_null: OnNull) -> None:
-    with_graph, without = on_null(captured)
-    assert with_graph >= 5 * 2**28 > without
-
-
-def libraries() -> dict[str, int]:
-    """Return the bytes requested by operations of cuSOLVER, cuFFT and cuSPARSE, and by a kernel of NVRTC."""
+@on_null_device()
+def test_libraries_request_no_workspace() -> None:
+    """Operations of cuSOLVER, cuFFT and cuSPARSE, and a kernel of NVRTC."""
     square = torch.zeros(64, 64, device="cuda")
     sparse = torch.eye(64).to_sparse_csr().to("cuda")
     operations: dict[str, Callable[[], object]] = {
@@ -103,54 +93,38 @@ def libraries() -> dict[str, int]:
         "sparse": lambda: sparse @ sparse,
         "prod": lambda: square.prod(-1),
     }
-    requested = {}
     for name, operation in operations.items():
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         operation()
-        requested[name] = torch.cuda.max_memory_allocated() - before
-    return requested
-
-
-def test_libraries_request_no_workspace(on_null: OnNull) -> None:
-    requested = on_null(libraries)
-    assert all(0 < each < 2**20 for each in requested.values()), requested
-
-
-def fused_by_torchscript() -> bool:
-    scripted = torch.jit.script(gelu)
-    rows = torch.zeros(64, 64, device="cuda", requires_grad=True)
-    for _ in range(3):  # the third call runs the fused kernel
-        scripted(rows).sum().backward()
-    return rows.grad is not None
+        assert 0 < torch.cuda.max_memory_allocated() - before < 2**20, name
 
 
 def gelu(rows: torch.Tensor) -> torch.Tensor:
     return rows * 0.5 * (1.0 + torch.erf(rows / 1.41421))
 
 
-def test_torchscript_fuses_kernels(on_null: OnNull) -> None:
-    assert on_null(fused_by_torchscript)
+@on_null_device()
+def test_torchscript_fuses_kernels() -> None:
+    scripted = torch.jit.script(gelu)
+    rows = torch.zeros(64, 64, device="cuda", requires_grad=True)
+    for _ in range(3):  # the third call runs the fused kernel
+        scripted(rows).sum().backward()
+    assert rows.grad is not None
 
 
-def recurrent() -> None:
-    nn.LSTM(64, 64, device="cuda")
+@on_null_device()
+def test_recurrent_cudnn_layers_are_refused_in_one_line() -> None:
+    with pytest.raises(RuntimeError, match="cuDNN error: not available on a null device"):
+        nn.LSTM(64, 64, device="cuda")
 
 
-def test_recurrent_cudnn_layers_are_refused_in_one_line(on_null: OnNull) -> None:
-    with pytest.raises(RankFailed, match="cuDNN error: not available on a null device"):
-        on_null(recurrent)
-
-
-def by_nccl() -> tuple[list[float], list[float]]:
+@on_null_device(ranks=2, in_group=False)
+def test_nccl_collectives_return_and_transfer_no_data() -> None:
     store = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), 2, os.environ["RANK"] == "0")
     dist.init_process_group("cpu:gloo,cuda:nccl", store=store, rank=int(os.environ["RANK"]), world_size=2)
     on_card, on_host = torch.full((2,), 5.0).cuda(), torch.full((2,), 5.0)
     dist.all_reduce(on_card)
     dist.all_reduce(on_host)
     dist.barrier()
-    return on_card.tolist(), on_host.tolist()
-
-
-def test_nccl_collectives_return_and_transfer_no_data(on_null: OnNull) -> None:
-    assert on_null(by_nccl, ranks=2, in_group=False) == [([5.0, 5.0], [10.0, 10.0])] * 2
+    assert (on_card.tolist(), on_host.tolist()) == ([5.0, 5.0], [10.0, 10.0])

@@ -130,7 +130,7 @@ def test_update_replaces_only_its_own_peaks_and_keeps_the_order(tmp_path: Path) 
         read_peaks(peaks)
 
 
-def test_case_is_expanded_to_each_gpu_and_number_of_ranks(tmp_path: Path) -> None:
+def test_case_is_expanded_to_each_gpu_and_rank_with_the_defaults_that_apply_to_it(tmp_path: Path) -> None:
     (tmp_path / "fits.toml").write_text("""
         [defaults]
         growth_percent = 2
@@ -143,33 +143,25 @@ def test_case_is_expanded_to_each_gpu_and_number_of_ranks(tmp_path: Path) -> Non
         growth_percent = 5
         [[case]]
         command = "other.py"
-    """)
-    cases = read_cases(tmp_path / "fits.toml")
-    names = ["8b, h100 × 4", "8b, a100-40 × 4", "8b, h100 × 8", "8b, a100-40 × 8", "other.py, h100"]
-    assert [case.name for case in cases] == names
-    assert (cases[1].gpu.name, cases[1].ranks) == ("a100-40", 4)
-    assert cases[1].options == {"command": "train.py --rows 4", "memory_overhead": "2GiB"}
-    assert [case.expected.growth_percent for case in cases] == [5, 5, 5, 5, 2]
-
-
-def test_default_growth_applies_to_cases_of_fixed_size_that_fit(tmp_path: Path) -> None:
-    (tmp_path / "fits.toml").write_text("""
-        [defaults]
-        growth_percent = 2
-        [[case]]
-        command = "a.py"
         [[case]]
         command = "a.py --rows {1:64}"
         [[case]]
+        name = "a\\u001bb"
         command = "b.py"
         fits = false
     """)
-    assert [case.expected.growth_percent for case in read_cases(tmp_path / "fits.toml")] == [2, None, None]
-
-
-def test_control_characters_of_a_name_are_escaped(tmp_path: Path) -> None:
-    (tmp_path / "fits.toml").write_text('[[case]]\nname = "a\\u001bb"\ncommand = "a.py"')
-    assert read_cases(tmp_path / "fits.toml")[0].name == "a\\x1bb, h100"
+    cases = read_cases(tmp_path / "fits.toml")
+    assert {case.name: case.expected.growth_percent for case in cases} == {
+        "8b, h100 × 4": 5,
+        "8b, a100-40 × 4": 5,
+        "8b, h100 × 8": 5,
+        "8b, a100-40 × 8": 5,
+        "other.py, h100": 2,
+        "a.py --rows {1:64}, h100": None,
+        "a\\x1bb, h100": None,
+    }
+    assert (cases[1].gpu.name, cases[1].ranks) == ("a100-40", 4)
+    assert cases[1].options == {"command": "train.py --rows 4", "memory_overhead": "2GiB"}
 
 
 @pytest.mark.parametrize(

@@ -4,8 +4,8 @@ import torch.distributed as dist
 
 from tests.distributed.count_collectives import ALL_REDUCE, CountCollectives
 from tests.distributed.models import ModelConfig, build, runner_of, samples_of
-from tests.fake_memory import FakeMemory
 from tests.ranks import run_on_ranks
+from tests.simulated_memory import FakeMemory
 from torchtune_adaptive.engine.recovery import Recovery
 
 

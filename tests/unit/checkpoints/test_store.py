@@ -2,6 +2,7 @@
 
 import errno
 import json
+import mmap
 import os
 import stat
 from collections.abc import Callable
@@ -105,21 +106,15 @@ def test_folder_that_fails_to_sync_is_an_error_if_the_file_system_supports_it(
     assert complete(tmp_path) == ["epoch_0"] * (not supported)
 
 
-def test_publishing_replaces_a_folder_of_the_same_name(tmp_path: Path) -> None:
-    (tmp_path / "epoch_0").mkdir()
-    (tmp_path / "epoch_0" / "torn.bin").write_bytes(b"half")
-    place = save(tmp_path, "epoch_0")
-    assert complete(tmp_path) == ["epoch_0"]
-    assert not (place / "torn.bin").exists()
-
-
-def test_mapped_file_keeps_its_content_when_its_checkpoint_is_replaced(tmp_path: Path) -> None:
-    import mmap
-
-    place = save(tmp_path, "epoch_0")
+def test_publishing_replaces_a_folder_of_the_same_name_and_mapped_files_keep_their_content(tmp_path: Path) -> None:
+    place = save(tmp_path, "epoch_0", 2)
+    (place / "torn.bin").write_bytes(b"half")
     with (place / "model-00001-of-00001.bin").open("rb") as file:
         mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    save(tmp_path, "epoch_0", 1)
+    for serial, name in enumerate(["epoch_5", "step_40", "epoch_0"]):
+        save(tmp_path, name, serial)
+    assert complete(tmp_path) == ["epoch_0", "step_40", "epoch_5"], "the last saved one first"
+    assert not (place / "torn.bin").exists()
     assert mapped[:] == b"weights"
 
 
@@ -159,12 +154,6 @@ def test_manifest_copied_with_the_initial_weights_is_replaced(tmp_path: Path) ->
     (folder / MANIFEST_FILE).write_text("another run's")
     write_manifest(folder, manifest(files=record_files(folder)))
     assert isinstance(read_manifest(folder), Manifest)
-
-
-def test_newest_checkpoint_is_the_last_saved_one(tmp_path: Path) -> None:
-    for serial, name in enumerate(["epoch_5", "step_40", "epoch_0"]):
-        save(tmp_path, name, serial)
-    assert complete(tmp_path) == ["epoch_0", "step_40", "epoch_5"]
 
 
 @given(

@@ -1,7 +1,8 @@
-"""Unused keys and contradictions are refused together, before any component is built."""
+"""Unused keys and contradictions are refused together, before any component is built; remedies name keys."""
 
 import dataclasses
 import logging
+import pickle
 import re
 from typing import Any
 
@@ -12,7 +13,8 @@ from torchtune_adaptive.config.checks import check_keys
 from torchtune_adaptive.config.command_line import read_config
 from torchtune_adaptive.config.keys import AdaptiveConfig
 from torchtune_adaptive.config.registry import FULL, FULL_DPO, LORA, LORA_DPO, PPO, Recipe, config_files
-from torchtune_adaptive.errors import BETWEEN_ERRORS, ConfigError
+from torchtune_adaptive.config.remedies import KEYS, KEYS_IN_PPO
+from torchtune_adaptive.errors import BETWEEN_ERRORS, AdaptiveError, ConfigError, LimitExhaustedError, Remedy
 
 
 @pytest.mark.parametrize(
@@ -115,3 +117,26 @@ def test_errors_in_several_places_are_reported_together() -> None:
     message = problems(LORA, demo(LORA, "epochs=0", "model.lora_rank=0", "tokenizer.max_seq_len=-1", search="x"))
     for part in ("epochs is 0", "model.lora_rank is 0", "max_seq_len is -1", "adaptive.search is"):
         assert part in message
+
+
+FACT = "a microbatch of 1 row of 512 tokens does not fit and cannot be made smaller"
+EXHAUSTED = LimitExhaustedError(FACT, Remedy.SHORTER_SAMPLES, Remedy.CHECKPOINT_ACTIVATIONS, Remedy.MORE_RANKS)
+
+
+def test_every_remedy_has_a_text() -> None:
+    assert set(KEYS) == set(KEYS_IN_PPO) == set(Remedy)
+
+
+def test_library_names_arguments_and_recipes_name_keys() -> None:
+    assert str(EXHAUSTED) == f"{FACT}; use shorter samples, checkpoint activations, or train on more ranks"
+    assert EXHAUSTED.in_words(KEYS) == (
+        f"{FACT}; lower tokenizer.max_seq_len (and adaptive.sequence_length if set), "
+        "set enable_activation_checkpointing: True, or train on more ranks"
+    )
+    assert "lower max_generated_tokens or tokenizer.max_seq_len" in EXHAUSTED.in_words(KEYS_IN_PPO)
+
+
+def test_error_keeps_its_remedies_when_pickled() -> None:
+    sent: AdaptiveError = pickle.loads(pickle.dumps(EXHAUSTED))
+    assert isinstance(sent, LimitExhaustedError)
+    assert sent.in_words(KEYS) == EXHAUSTED.in_words(KEYS)

@@ -111,30 +111,23 @@ def test_resumed_governor_continues_like_an_uninterrupted_one(
         assert resumed.governor.state() == run.governor.state()
 
 
-def test_retries_in_one_step_are_not_thrashing():
+def test_only_retries_in_two_consecutive_steps_lower_the_limit():
     run = Run()
     for _ in range(20):
-        run.retries()
+        run.retries(on=0)
         run.quiet()
     assert (run.rows, run.events) == (8, [])
-
-
-def test_retries_in_two_consecutive_steps_lower_the_limit():
-    run = Run()
     run.retries(on=0)
     run.retries()
     assert (run.rows, run.kinds, run.events[0].ranks) == (4, [THRASHING], (3,))
-    line = "step 2: the allocator flushed its cache on rank 3 in two consecutive steps: 8 rows -> 4 rows"
-    assert run.events[0].reason == line
     run.quiet(AFTER)
     assert run.rows == 8
 
 
-def test_thrashing_at_the_smallest_limit_is_logged_once_and_continues():
+def test_thrashing_at_the_smallest_limit_is_reported_once():
     run = Run(RowLimit(1))
     run.retries(50)
     assert (run.rows, run.kinds) == (1, [THRASHING])
-    assert "and 1 row is already the smallest limit: continuing" in run.events[0].reason
 
 
 @pytest.mark.parametrize(("quiet", "wait"), [(3, 2), (12, 16)], ids=["soon", "later"])
@@ -150,7 +143,7 @@ def test_failure_soon_after_a_search_is_tried_again_sooner(quiet: int, wait: int
 
 
 @pytest.mark.parametrize("failure", FAILURES)
-def test_failure_on_probation_reverts_growth_and_doubles_the_wait(failure: str):
+def test_wait_doubles_after_a_failure_on_probation_and_is_normal_after_a_later_one(failure: str):
     run = Run()
     run.out_of_memory()
     for wait in (AFTER, 2 * AFTER, 4 * AFTER):
@@ -160,14 +153,7 @@ def test_failure_on_probation_reverts_growth_and_doubles_the_wait(failure: str):
         assert run.rows == 8
         FAILURES[failure](run)
         assert run.rows == 4
-
-
-def test_failure_after_probation_is_an_ordinary_one():
-    run = Run()
-    run.out_of_memory()
-    run.quiet(AFTER)
-    run.out_of_memory()
-    run.quiet(2 * AFTER + AFTER)
+    run.quiet(8 * AFTER + 3 * AFTER)
     run.out_of_memory()
     run.quiet(AFTER)
     assert run.rows == 8
@@ -206,29 +192,23 @@ def test_invalid_state_is_refused():
     ("limit", "smaller"),
     [(TokenLimit(8192), TokenLimit(512)), (RowLimit(8), RowLimit(1)), (RowLimit(1), None)],
 )
-def test_row_that_fails_alone_is_retried_before_the_limit_shrinks(limit: Limit, smaller: Limit | None):
+def test_row_that_fails_alone_is_retried_once_in_each_run_of_a_step_before_the_limit_shrinks(
+    limit: Limit, smaller: Limit | None
+):
     governor = Governor(limit, regrow_after=0)
-    assert governor.out_of_memory(ALONE, step=3).reason == (
-        "step 3: out of memory on rank 1 (longest sample 600 tokens): a single row failed, which may be "
-        f"temporary: microbatch at most {limit}, step repeated"
-    )
-    assert governor.limit == limit
-    if smaller is not None:
-        governor.out_of_memory(ALONE, step=3)
-        assert governor.limit == smaller
-    recoveries = governor.recoveries
-    last = governor.out_of_memory(ALONE, step=3)
-    assert (last.kind, governor.limit, governor.recoveries) == (EXHAUSTED, smaller or limit, recoveries)
-    assert last.reason.startswith("step 3: out of memory on rank 1")
-    assert "1 row of 600 tokens does not fit and cannot be made smaller" in last.reason
-
-
-def test_row_that_fails_alone_is_retried_again_in_the_next_run_of_the_same_step():
-    governor = Governor(RowLimit(1), regrow_after=0)
     for _ in range(2):  # updates of one iteration
         governor.begin_step()
         assert governor.out_of_memory(ALONE, step=3).kind == RECOVERY
-        assert governor.out_of_memory(ALONE, step=3).kind == EXHAUSTED
+        assert governor.limit == limit
+        if smaller is not None:
+            governor.out_of_memory(ALONE, step=3)
+            assert governor.limit == smaller
+        recoveries = governor.recoveries
+        last = governor.out_of_memory(ALONE, step=3)
+        assert (last.kind, governor.limit, governor.recoveries) == (EXHAUSTED, smaller or limit, recoveries)
+        assert "1 row of 600 tokens does not fit and cannot be made smaller" in last.reason
+        governor.allow(limit)
+        limit, smaller = governor.limit, None
 
 
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])

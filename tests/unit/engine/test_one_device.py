@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -20,6 +20,7 @@ from tests.searched_model import (
     measured_peaks,
     search_within,
 )
+from tests.simulated_memory import FakeMemory
 from torchtune_adaptive.engine.memory import MemoryMeter
 from torchtune_adaptive.engine.probes import (
     PhaseMeter,
@@ -122,23 +123,18 @@ def test_error_other_than_out_of_memory_ends_the_search_and_reports_the_rows():
     assert raised.value.__notes__ == ["(raised while the batch size search measured a microbatch of 2 rows)"]
 
 
-@dataclass
-class CountingMemory:
+class CountingMemory(FakeMemory):
     """Memory whose peak is the number of its reads."""
 
-    asked: int = 0
-    retries: int = 0
-    fullness: float = 0.0
-    budget_bytes: int = 1_000_000
-    limited: bool = True
+    asked, limited = 0, True
 
     @property
     def peak_bytes(self) -> int:
         self.asked += 1
         return self.asked
 
-    def reset_peak(self) -> None:
-        pass
+    @peak_bytes.setter
+    def peak_bytes(self, _: int) -> None: ...
 
     @contextmanager
     def unlimited(self) -> Iterator[None]:
@@ -148,7 +144,7 @@ class CountingMemory:
 
 
 def test_small_probes_and_the_update_are_measured_without_the_limit():
-    memory = CountingMemory()
+    memory = CountingMemory(budget_bytes=1_000_000)
     limited: list[tuple[int, bool]] = []
 
     class Watched(Trained):
@@ -165,7 +161,8 @@ def test_small_probes_and_the_update_are_measured_without_the_limit():
 
 
 def test_retries_during_a_probe_count_as_its_own_and_reject_it():
-    memory, reported = CountingMemory(retries=7), list[Peak]()
+    memory, reported = CountingMemory(budget_bytes=1_000_000), list[Peak]()
+    memory.retries = 7
 
     class Retried(Trained):
         def forward_backward(self, samples: Sequence[Tensor]) -> Totals:
@@ -193,7 +190,7 @@ class Checkpointed(nn.Module):
 def test_phases_end_at_the_boundaries_even_with_checkpointing(microbatches: int):
     model = Checkpointed()
     boundaries = {"layer": model.layer, "head": model.head}
-    memory = CountingMemory()
+    memory = CountingMemory(budget_bytes=1_000_000)
     with PhaseMeter(memory, model, boundaries) as meter:
         for _ in range(microbatches):
             model(torch.ones(2, 4)).sum().backward()

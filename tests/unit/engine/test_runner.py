@@ -1,4 +1,4 @@
-"""StepRunner in one process, on a model without FSDP."""
+"""StepRunner in one process, on a model without FSDP, and the faults that tests inject."""
 
 import re
 from collections.abc import Callable, Sequence
@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from tests.distributed.faults.scenarios import as_dtensor_does
-from tests.fake_memory import FakeMemory
 from tests.fault_injection import FaultInjector
+from tests.simulated_memory import FakeMemory
 from torchtune_adaptive.engine.governor import EXHAUSTED, RECOVERY
 from torchtune_adaptive.engine.limits import RowLimit
 from torchtune_adaptive.engine.memory import MemoryMeter
@@ -168,28 +168,19 @@ def test_thrashing_is_detected_in_watched_memory_without_repeating_steps(recover
     assert all((event.ranks, event.rows, event.peak_bytes) == ((0,), 8, 700) for event in events)
 
 
-def test_attempt_runs_exactly_the_given_microbatches():
-    model, rows = a_model(), []
-    forward_backward = forward_backward_of(model)
-    runner = runner_of(
-        model, 1, forward_backward=lambda samples: rows.append(len(samples)) or forward_backward(samples)
-    )
-    result, _ = runner.attempt([SAMPLES[:1], SAMPLES[1:4]])
-    assert rows == [1, 3]
-    assert result.target_tokens == 4
-    assert all(gradient is not None for gradient in gradients(model))
-
-
-def test_attempt_that_runs_out_of_memory_keeps_the_limit_and_leaves_no_gradient():
+def test_attempt_runs_the_given_microbatches_and_keeps_the_limit():
     model = a_model()
     runner = runner_of(model, 128)
     with MemoryMeter() as meter:
         meter.count(model.parameters())
         meter.cap_bytes = meter.live_bytes + 10_000
         result, reports = runner.attempt([SAMPLES[:1], 16 * SAMPLES])
-    assert (result, list(reports.failed)) == (None, [0])
+        assert (result, list(reports.failed)) == (None, [0])
+        assert gradients(model) == [None] * 4
+        result, _ = runner.attempt([SAMPLES[:1], SAMPLES[1:4]])
+    assert (result.target_tokens, result.microbatches) == (4, 2)
+    assert all(gradient is not None for gradient in gradients(model))
     assert runner.limit == RowLimit(128)
-    assert gradients(model) == [None] * 4
 
 
 def test_every_attempt_reports_its_plan_before_it_begins():
@@ -293,3 +284,33 @@ def test_any_kind_of_oom_in_a_commit_is_fatal(error: Exception):
         runner_of(a_model(), 8).committing("a step", last_checkpoint="runs/epoch_0"),
     ):
         raise error
+
+
+def test_injected_fault_replaces_an_operation():
+    runner = runner_of(a_model(), 4)
+    with FaultInjector(runner).count(rank=0, step=0) as faults:
+        runner.run(SAMPLES, step=0)
+    operations = faults.operations
+    assert operations[0] == "aten.stack.default"
+    assert "aten.pow.Tensor_Scalar" in operations
+    again = runner_of(a_model(), 4)
+    at = operations.index("aten.pow.Tensor_Scalar") + 1
+    with FaultInjector(again).fail_at(rank=0, step=0, operation=at).fail_at(rank=0, step=0, operation=at) as faults:
+        again.run(SAMPLES, step=0)
+    assert faults.fired == 2  # the second in the repeated step
+    assert again.limit == RowLimit(1)
+
+
+def test_growing_storage_is_an_operation():
+    storage, resize = torch.empty(0).untyped_storage(), torch.UntypedStorage.resize_
+
+    def growing(samples):
+        storage.resize_(64)
+        storage.resize_(0)
+        return Totals(torch.ones(()), len(samples))
+
+    runner = runner_of(a_model(), 8, forward_backward=growing)
+    with FaultInjector(runner).count(rank=0, step=0) as faults:
+        runner.run(SAMPLES, step=0)
+    assert faults.operations.count("resize_") == 1  # shrinking needs no memory
+    assert torch.UntypedStorage.resize_ is resize

@@ -1,6 +1,6 @@
 """A search restores all state."""
 
-from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +15,6 @@ from torchtune_adaptive.engine.memory import MemoryMeter
 from torchtune_adaptive.engine.plans import SampleKind
 from torchtune_adaptive.engine.probes import TrainingStep
 from torchtune_adaptive.engine.recovery import Recovery
-from torchtune_adaptive.engine.results import Totals
 from torchtune_adaptive.engine.step import StepRunner
 from torchtune_adaptive.errors import ConfigError, OneRowDoesNotFitError, UnrecoverableError
 
@@ -81,40 +80,33 @@ def test_search_copies_to_the_host_only_what_it_must(
     assert abs(sum(copied) - copies * weights_bytes) < 1000, "buffers are copied, too, and zeros are not"
 
 
-def test_weights_survive_probes_whose_gradients_are_nan():
-    with MemoryMeter() as meter:
-        trained = Trained(Shape())
-        before, forward_backward = state_of(trained), trained.forward_backward
-
-        def with_nan(samples: Sequence[Tensor]) -> Totals:
-            totals = forward_backward(samples)
-            trained.model.head.weight.grad.fill_(float("nan"))
-            return totals
-
-        trained.forward_backward = with_nan
-        trained.__post_init__()
-        search_within(trained.step(), meter, 400_000)
-        assert state_of(trained) == before
+BAD_UPDATES = {
+    "NaN": None,
+    "update fails": UnrecoverableError,
+    "too little memory": OneRowDoesNotFitError,
+}
+"""The error of each."""
 
 
-@pytest.mark.parametrize(
-    ("update_fails", "error"),
-    [(False, OneRowDoesNotFitError), (True, UnrecoverableError)],
-    ids=["too little memory", "out of memory in the update"],
-)
-def test_failed_search_restores_everything(update_fails: bool, error: type[Exception]):
+@pytest.mark.parametrize("bad", BAD_UPDATES)
+def test_search_with_bad_gradients_or_without_a_result_restores_everything(bad: str):
     def update(result: Any) -> None:
+        if bad == "NaN":
+            trained.model.head.weight.grad.fill_(torch.nan)
         trained.update(result)
-        if update_fails:
+        if bad == "update fails":
             raise torch.OutOfMemoryError
 
     with MemoryMeter() as meter:
         trained = Trained(Shape())
         trained.train([2])
-        before = state_of(trained)
-        cap_bytes = 400_000 if update_fails else meter.live_bytes + 1000
-        with pytest.raises(error):
-            search_within(replace(trained.step(), update=update), meter, cap_bytes)
+        before, error = state_of(trained), BAD_UPDATES[bad]
+        with pytest.raises(error) if error else nullcontext():
+            search_within(
+                replace(trained.step(), update=update),
+                meter,
+                meter.live_bytes + 1000 if bad == "too little memory" else 400_000,
+            )
         assert state_of(trained) == before
 
 
@@ -147,6 +139,8 @@ def test_search_with_optimizers_in_the_backward_restores_everything():
     with MemoryMeter() as meter:
         trained = InBackward(Shape())
         before = state_of(trained)
+        with pytest.raises(OneRowDoesNotFitError, match=" needs "):
+            search_within(trained.step(), meter, 2 * meter.live_bytes)
         result = search_within(trained.step(), meter, 400_000)
         assert state_of(trained) == before
         assert all(not optimizer.state for optimizer in trained.optimizers.values())
@@ -155,13 +149,7 @@ def test_search_with_optimizers_in_the_backward_restores_everything():
     assert result.out_of_memory_count == 0
 
 
-def test_one_row_too_large_inside_the_backward_is_measured_and_not_fatal():
-    with MemoryMeter() as meter:
-        trained = InBackward(Shape())
-        with pytest.raises(OneRowDoesNotFitError, match=" needs "):
-            search_within(trained.step(), meter, 2 * meter.live_bytes)
-
-
-def test_strategy_that_runs_out_of_memory_is_refused_if_a_step_cannot_be_repeated():
-    with MemoryMeter() as meter, pytest.raises(ConfigError, match="binary"):
-        search_within(InBackward(Shape()).step(), meter, 2_000_000, strategy="binary")
+@pytest.mark.parametrize("strategy", ["binary", "decrease"])
+def test_strategies_that_run_out_of_memory_are_refused_if_a_step_cannot_be_repeated(strategy: str):
+    with MemoryMeter() as meter, pytest.raises(ConfigError, match=strategy):
+        search_within(InBackward(Shape()).step(), meter, 2_000_000, strategy=strategy)

@@ -1,20 +1,50 @@
-"""Prompts, rollouts cut to measured lengths, and fillers for ranks without samples."""
+"""Random numbers of answers, rollouts cut to measured lengths, fillers, and log-probabilities of answers."""
 
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from omegaconf import OmegaConf
+from torch import Tensor, nn
+from torchtune.models.llama3_2 import llama3_2
 
 from tests.unit.tune.minimal_config import NEEDED
 from torchtune_adaptive.config.keys import Settings
+from torchtune_adaptive.rl.generation import choose, draws
+from torchtune_adaptive.rl.microbatches import AnswerScorer
 from torchtune_adaptive.rl.rollouts import (
+    Rollout,
     answer_tokens,
     build_prompts,
     counts_of,
     sequences_of,
     worst_rollout,
 )
+
+SAMPLES = [(0, "generate", sample) for sample in range(8)]
+
+
+def test_random_numbers_depend_only_on_the_key_and_are_prefixes() -> None:
+    together = draws(SAMPLES[::-1], 100)
+    for sample, drawn in zip(SAMPLES[::-1], together, strict=True):
+        assert torch.equal(draws([sample], 5)[0], drawn[:5])
+    assert len(together.unique(dim=0)) == len(SAMPLES)
+    assert (draws([], 4).shape, draws(SAMPLES, 0).shape) == ((0, 4), (8, 0))
+
+
+def test_choices_follow_their_probabilities() -> None:
+    weights = torch.tensor([1.0, 0.0, 3.0, 6.0, 0.0])
+    chosen = choose(weights.expand(20_000, -1), draws([(each,) for each in range(20_000)], 1)[:, 0])
+    assert torch.bincount(chosen, minlength=5) == pytest.approx([2000, 0, 6000, 12_000, 0], rel=0.06)
+
+
+@pytest.mark.parametrize("drawn", [0.0, 0.5, 1 - 2**-53, 1.0])
+def test_zero_probability_is_never_chosen(drawn: float) -> None:
+    """Not even at either end of the range, or if the number was rounded up."""
+    weights = torch.tensor([[0.0, 1e-30, 0.0, 0.3, 0.0]])
+    assert weights[0, choose(weights, torch.tensor([drawn], dtype=torch.float64))] > 0
+
 
 PROMPT, NEW = 16, 12
 WORST = worst_rollout(torch.arange(PROMPT), NEW)
@@ -53,3 +83,44 @@ def test_prompts_are_truncated_to_the_length_of_the_tokenizer() -> None:
     cfg = OmegaConf.create({"dataset": {"_component_": f"{__name__}.samples_of"}})
     dataset: Any = build_prompts(Settings(**NEEDED, config=cfg), SimpleNamespace(max_seq_len=1), MESH).dataset
     assert [dataset[index]["tokens"] for index in range(2)] == [[1], [3]]
+
+
+TEMPERATURE = 0.7
+WIDTH = 6
+"""Number of generated tokens; answers end sooner."""
+
+
+def rollouts() -> list[Rollout]:
+    """Return rollouts with prompts of 2, 9 and 5 tokens and answers of 5, 1 and 3."""
+    generator = torch.Generator().manual_seed(0)
+    made = []
+    for number, (prompt, length) in enumerate([(2, 5), (9, 1), (5, 3)]):
+        tokens, answer = (torch.randint(0, 64, (count,), generator=generator) for count in (prompt, WIDTH))
+        made.append(Rollout(number, 0, tokens, answer, length=length))
+    return made
+
+
+def alone(model: nn.Module, rollout: Rollout) -> Tensor:
+    """Return the log-probabilities of one rollout from all its logits."""
+    all_logits: Tensor = model(rollout.tokens[None])[0].float() / TEMPERATURE
+    first = len(rollout.prompt)
+    of_answer = all_logits.log_softmax(-1)[first - 1 : first - 1 + rollout.length]
+    return of_answer.gather(1, rollout.answer[: rollout.length, None])[:, 0]
+
+
+def test_only_answer_tokens_get_logits_with_unchanged_values() -> None:
+    torch.manual_seed(0)
+    model = llama3_2(
+        vocab_size=64, num_layers=2, num_heads=4, num_kv_heads=2, embed_dim=32, intermediate_dim=48, max_seq_len=16
+    )
+    seen: list[tuple[int, ...]] = []
+    model.norm.register_forward_hook(lambda _, __, states: seen.append(tuple(states.shape)))
+    everything = rollouts()
+    found = AnswerScorer(device=torch.device("cpu"), temperature=TEMPERATURE).log_probs(model, everything)
+    longest_answer = 5
+    assert seen == [(3, longest_answer, 32)]
+    assert found.shape == (3, WIDTH)
+    for rollout, of_rollout in zip(everything, found, strict=True):
+        torch.testing.assert_close(of_rollout[: rollout.length], alone(model, rollout), rtol=1e-5, atol=1e-5)
+        assert not of_rollout[rollout.length :].any()
+    assert seen[1:] == [(1, len(rollout.tokens), 32) for rollout in everything], "afterwards, all tokens"

@@ -8,7 +8,6 @@ from unittest import mock
 import pytest
 from omegaconf import OmegaConf
 
-from tests.unit.report.test_tables import example, profiled
 from tests.unit.tune.minimal_config import NEEDED
 from torchtune_adaptive.config.keys import AdaptiveConfig, Settings
 from torchtune_adaptive.errors import OneRowDoesNotFitError, Remedy, SampleTooLargeError
@@ -30,31 +29,18 @@ def settings(changed: dict[str, Any] | None = None, **adaptive: Any) -> Settings
     return Settings(**{**NEEDED, **(changed or {}), "adaptive": AdaptiveConfig(**adaptive)})
 
 
-def searched(measure: Any, stage: str = "policy", **adaptive: Any) -> Any:
-    """Return the event of a search of 4096 tokens that finds the result of `measure`."""
+def test_row_that_does_not_fit_is_reported_with_its_stage() -> None:
     step, loop = mock.Mock(length=4096, sample={}), mock.Mock()
-    step.runner.stage = stage
-    run, loop.data.kind = loop.run, KIND
-    run.progress.step = 0
-    run.settings = settings(**adaptive)
+    step.runner.stage, loop.data.kind, loop.run.settings = "policy", KIND, settings()
+    fails = OneRowDoesNotFitError("one row of 256 tokens needs 2", Remedy.MORE_RANKS, need_bytes=2, budget_bytes=1)
     with (
-        mock.patch.object(batch_size, "find_max_batch_size", measure),
-        mock.patch.object(batch_size, "profile_memory", measure),
+        mock.patch.object(batch_size, "find_max_batch_size", side_effect=fails),
+        pytest.raises(OneRowDoesNotFitError) as error,
     ):
-        search: Any = batch_size.profile_lengths if adaptive.get("token_budget") else batch_size.search_rows
-        search(loop, step, mock.MagicMock(), most_rows=64)
-    called = run.journal.record.call_args
-    return SimpleNamespace(reason=called.args[2], **called.kwargs)
-
-
-def test_journal_has_the_result() -> None:
-    rows = searched(lambda *_, **__: example())
-    assert rows.reason.startswith("batch search · policy: 8 rows of 4096 tokens (9.2 fit")
-    assert (rows.after, rows.unit, rows.budget_bytes) == (8, "rows", example().budget_bytes)
-    assert rows.result == dataclasses.asdict(example())
-    lengths = searched(lambda *_, **__: profiled(), stage="", token_budget="auto")
-    assert lengths.reason.startswith("token budget: up to 51")
-    assert (lengths.after, lengths.unit) == (profiled().limit_bytes, "bytes")
+        batch_size.search_rows(loop, step, mock.MagicMock(), most_rows=64)
+    assert error.value.fact == "one row of 256 tokens needs 2 (policy; in both answers together)"
+    assert error.value.remedies == (Remedy.MORE_RANKS,)
+    assert (error.value.need_bytes, error.value.budget_bytes) == (2, 1)
 
 
 @pytest.mark.parametrize(("asked", "tokenizer", "model"), [(256, 64, None), (64, None, 2048), (None, 128, 64)])
@@ -65,16 +51,6 @@ def test_search_measures_the_smallest_of_all_limits(
     dataset.most_tokens = model
     data: Any = SimpleNamespace(dataset=dataset, kind=TEXT, packed=False, max_seq_len=tokenizer)
     assert TEXT.length_of(worst_sample(data, asked)) == 64
-
-
-def test_row_that_does_not_fit_is_reported_with_its_stage() -> None:
-    def measure(*_: Any, **__: Any) -> Any:
-        raise OneRowDoesNotFitError("one row of 256 tokens needs 2", Remedy.MORE_RANKS)
-
-    with pytest.raises(OneRowDoesNotFitError) as error:
-        searched(measure)
-    assert error.value.fact == "one row of 256 tokens needs 2 (policy; in both answers together)"
-    assert error.value.remedies == (Remedy.MORE_RANKS,)
 
 
 def too_long(budget: int | str, max_seq_len: int | None = None, **changed: Any) -> str:

@@ -21,7 +21,6 @@ from torchtune_adaptive.tune.schedule import (
     schedule_table,
     size_epochs,
     size_run,
-    step_line,
     total_steps,
 )
 
@@ -96,27 +95,31 @@ def test_step_has_the_samples_of_its_mode_in_even_microbatches_that_fit(
 
 
 @pytest.mark.parametrize(
-    ("function", "sizes"),
+    ("function", "options", "sizes"),
     [
-        (double_every(2), [2, 2, 4, 4, 8, 8]),
-        (double_every(1), [2, 4, 8, 16, 32, 64]),
+        (double_every(2), {}, [2, 2, 4, 4, 8, 8]),
+        (double_every(1), {"fits": 8}, [2, 4, 8, 8, 8, 8]),
+        (double_every(1), {"max_batch_size": 8}, [2, 4, 8, 8, 8, 8]),
+        (lambda epoch, _: -2 if epoch else 0, {"batch_size": 12, "fits": 4}, [12, 10, 8, 6, 4, 2]),
     ],
 )
-def test_built_in_functions_give_these_batch_sizes(function: Increase, sizes: list[int]) -> None:
-    assert [plan.batch_size for plan in plans_of(function)] == sizes
+def test_batch_sizes_grow_up_to_the_maximum_and_refused_ones_are_shown(
+    function: Increase, options: dict[str, int], sizes: list[int]
+) -> None:
+    plans = plans_of(function, **options)  # type: ignore[arg-type]
+    assert [plan.batch_size for plan in plans] == sizes
+    assert [plan.refused_batch_size for plan in plans] == [None] * 3 + [16 if 8 in options.values() else None] * 3
+    assert all(plan.microbatch_rows <= options.get("fits", 12) for plan in plans)
 
 
-@pytest.mark.parametrize("bound", [{"fits": 8}, {"max_batch_size": 8}])
-def test_increase_is_accepted_up_to_the_maximum_and_otherwise_skipped_and_shown(bound: dict[str, int]) -> None:
-    plans = plans_of(double_every(1), **bound)  # type: ignore[arg-type]
-    assert [plan.batch_size for plan in plans] == [2, 4, 8, 8, 8, 8]
-    assert [plan.refused_batch_size for plan in plans] == [None, None, None, 16, 16, 16]
+def test_batch_size_that_did_not_fit_is_reached_once_it_does() -> None:
+    def to_six(epoch: int, current: int) -> int:
+        return 6 - current if epoch else 0
 
-
-def test_initial_batch_above_the_maximum_is_split_and_may_shrink() -> None:
-    plans = plans_of(lambda epoch, _: -3 if epoch else 0, epochs=3, batch_size=12, fits=4)
-    assert [plan.batch_size for plan in plans] == [12, 9, 6]
-    assert [(plan.microbatches, plan.microbatch_rows) for plan in plans] == [(6, 4), (5, 4), (3, 4)]
+    tight = plans_of(to_six, fits=4)
+    assert {plan.batch_size for plan in tight} == {2}
+    roomy = plans_of(to_six, fits=8, past=tight[:4])
+    assert [plan.batch_size for plan in roomy] == [2, 2, 2, 2, 6, 6]
 
 
 @given(st.integers(1, 9), st.integers(1, 4), st.integers(100, 5000), st.one_of(st.none(), st.integers(1, 50)))
@@ -148,17 +151,6 @@ def test_resumed_run_continues_from_its_last_size() -> None:
     assert (steady[:2], {plan.microbatch_rows for plan in steady[2:]}) == (whole[:2], {2})
 
 
-def to_six(epoch: int, current: int) -> int:
-    return 6 - current if epoch else 0
-
-
-def test_batch_size_that_did_not_fit_is_reached_once_it_does() -> None:
-    tight = plans_of(to_six, fits=4)
-    assert {plan.batch_size for plan in tight} == {2}
-    roomy = plans_of(to_six, fits=8, past=tight[:4])
-    assert [plan.batch_size for plan in roomy] == [2, 2, 2, 2, 6, 6]
-
-
 def returns_a_bool(epoch: int, current: int) -> int:
     return True
 
@@ -177,21 +169,6 @@ def returns_a_bool(epoch: int, current: int) -> int:
 def test_invalid_increase_is_an_error_before_training(function: Any, fact: str) -> None:
     with pytest.raises(ConfigError, match=fact):
         plans_of(function, samples=99_999)
-
-
-@pytest.mark.parametrize(
-    ("rows", "line"),
-    [
-        (8, "8 rows × 4 microbatches × 8 ranks = 256 samples a step (as configured)"),
-        (64, "64 rows × 1 microbatch × 8 ranks = 512 samples a step (configured: 256)"),
-        (5, "at most 5 rows × 7 microbatches × 8 ranks for 256 samples a step (as configured)"),
-        (1, "1 row × 32 microbatches × 8 ranks = 256 samples a step (as configured)"),
-    ],
-)
-def test_arithmetic_of_a_step_is_printed(rows: int, line: str) -> None:
-    [step] = plans_of(None, 1, batch_size=2, times=16, fits=rows)
-    assert step_line(step, 32, 8) == line
-    assert step_line(step, 32, 1, "data rank").split(" × ")[2].startswith("1 data rank")
 
 
 def test_schedule_merges_equal_epochs_and_shows_refused_sizes() -> None:
@@ -218,3 +195,5 @@ def test_changed_number_of_ranks_is_logged(
     first, second = plans_of(None, 2, 1, 2, samples=6)
     log_schedule([second], settings_of(1, 2), progress_of(epochs_run=1, past=(first,), ranks=before), ranks, None)
     assert caplog.messages[0] == f"resumed on {line}: {2 * ranks} samples a step (before: {2 * before})"
+    now = line.partition(" (")[0]
+    assert f"1 row × 2 microbatches × {now} = {2 * ranks} samples a step (as configured)" in caplog.text

@@ -1,4 +1,4 @@
-"""The package declares exactly the dependencies that it imports."""
+"""pyproject.toml, the constraints, the workflow and make targets agree with each other and with the imports."""
 
 import re
 import sys
@@ -6,17 +6,21 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
+import pytest
+import yaml
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+
 from tests.unit.source import FILES, NAME, PACKAGE, RECIPES, ROOT, imported
 
+WORKFLOW = ROOT / ".github" / "workflows" / "ci.yml"
+PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+MAKEFILE = (ROOT / "Makefile").read_text(encoding="utf-8")
+TARGETS = set(re.findall(r"^([\w-]+):", MAKEFILE, re.MULTILINE))
 OURS = {NAME, *(path.stem for path in RECIPES)}
 FRAMEWORKS = {"ray": "skyrl/", "skyrl": "skyrl/", "pytest": "pytest_plugin.py"}
 """Frameworks that import a part of this package, with that part. No extra installs them."""
 NAMED_OTHERWISE = {"yaml": "pyyaml"}
-
-
-def project() -> dict[str, Any]:
-    project: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    return project
 
 
 def names(requirements: list[str]) -> set[str]:
@@ -31,8 +35,8 @@ def packages_of(paths: list[Path]) -> set[str]:
 
 
 def test_imports_and_declared_dependencies_agree() -> None:
-    extras = project()["optional-dependencies"]
-    declared = names([*project()["dependencies"], *extras["recipes"], *extras["hf"]])
+    extras = PROJECT["optional-dependencies"]
+    declared = names([*PROJECT["dependencies"], *extras["recipes"], *extras["hf"]])
     assert packages_of([*FILES, *RECIPES]) - FRAMEWORKS.keys() == declared
     importing = {
         (name, path)
@@ -47,19 +51,39 @@ def test_imports_and_declared_dependencies_agree() -> None:
 def test_library_and_rehearsals_import_only_required_packages() -> None:
     rooms = ("engine", "report", "rehearse", "null_cuda")
     files = [path for path in FILES if path.parent.name in rooms or path.parent == PACKAGE]
-    required = names(project()["dependencies"])
+    required = names(PROJECT["dependencies"])
     assert packages_of(files) - required == {"accelerate", "pytest"}  # to follow its launcher, and for pytest's plugin
 
 
 def test_constraints_pin_allowed_versions_of_declared_packages() -> None:
     """A pinned version outside the declared range would make every installation under constraints fail."""
-    from packaging.requirements import Requirement
-
-    extras = [each for extra in project()["optional-dependencies"].values() for each in extra]
-    wanted = {each.name.lower(): each for each in map(Requirement, [*project()["dependencies"], *extras])}
+    extras = [each for extra in PROJECT["optional-dependencies"].values() for each in extra]
+    wanted = {each.name.lower(): each for each in map(Requirement, [*PROJECT["dependencies"], *extras])}
     lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
     pins = [Requirement(line) for line in lines if line and not line.startswith("#")]
     pinned = {pin.name.lower(): next(iter(pin.specifier)).version for pin in pins}
     assert {"torch", "transformers", "omegaconf"} <= set(pinned) & set(wanted)
     refused = {name for name in set(pinned) & set(wanted) if pinned[name] not in wanted[name].specifier}
     assert refused == set()
+
+
+@pytest.mark.smoke
+def test_workflow_covers_every_supported_python_and_torch() -> None:
+    pairs = yaml.safe_load(WORKFLOW.read_text(encoding="utf-8"))["jobs"]["test-all"]["strategy"]["matrix"]["include"]
+    (torch,) = (each.removeprefix("torch") for each in PROJECT["dependencies"] if re.match(r"torch\W", each))
+    for pair in pairs:
+        assert f"{pair['python']}.1" in SpecifierSet(PROJECT["requires-python"]), pair
+        assert f"{pair['torch']}.0" in SpecifierSet(torch), pair
+    supported = {each.rpartition(" ")[2] for each in PROJECT["classifiers"] if "Python :: 3." in each}
+    assert {pair["python"] for pair in pairs} == supported
+    versions = re.findall(r"^VERSIONS \?= (.*)$", MAKEFILE, re.MULTILINE)[0].split()
+    versions += re.findall(r"^torch==(.*)$", (ROOT / "constraints.txt").read_text(encoding="utf-8"), re.MULTILINE)
+    assert {pair["torch"] for pair in pairs} == {version.rpartition(".")[0] for version in versions}
+
+
+@pytest.mark.smoke
+def test_make_targets_used_by_ci_exist() -> None:
+    scripts = WORKFLOW.read_text(encoding="utf-8") + (ROOT / ".ci" / "run").read_text(encoding="utf-8")
+    made = set(re.findall(r"\bmake ([a-z-]+)$", scripts, re.MULTILINE))
+    assert made == {"docs", "test"}
+    assert made <= TARGETS

@@ -1,17 +1,21 @@
-"""Errors of preference training before any component is built, and the logged figures of a step."""
+"""torchtune's offloading after a failed pass, sums of packed rows, and figures of preference training."""
 
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+from torch import nn
 from torchtune.rlhf.loss import DPOLoss
+from torchtune.training import OffloadActivations
 
 from torchtune_adaptive.engine.plans import Load
 from torchtune_adaptive.engine.results import StepResult
 from torchtune_adaptive.tune import preference
+from torchtune_adaptive.tune.finetuning import clearing_offloaded_on_error
 from torchtune_adaptive.tune.preference import (
     PAIRS,
     POLICY,
@@ -23,6 +27,39 @@ from torchtune_adaptive.tune.preference import (
     sums_of_rows,
 )
 from torchtune_adaptive.tune.samples import PAIR
+
+
+@pytest.fixture
+def activations() -> OffloadActivations:
+    with mock.patch("torch.cuda.default_stream", return_value=SimpleNamespace()):
+        return OffloadActivations(use_pin_memory=False, use_streams=False, min_offload_size=1)
+
+
+def forward(activations: OffloadActivations) -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
+    with activations:
+        model(torch.ones(4, 8))
+
+
+def failing_pass(activations: OffloadActivations) -> None:
+    with clearing_offloaded_on_error(activations):
+        forward(activations)
+        assert activations.tracker, "torchtune itself keeps what waits for a backward"
+        raise torch.OutOfMemoryError("no room for the backward")
+
+
+def test_failed_pass_leaves_no_offloaded_activations(activations: OffloadActivations) -> None:
+    for _ in range(2):  # in the second, torchtune's assertion would find leftovers
+        with pytest.raises(torch.OutOfMemoryError):
+            failing_pass(activations)
+        assert not activations.tracker
+        assert activations.is_first_forward_call
+
+
+def test_successful_pass_keeps_its_activations_for_its_backward(activations: OffloadActivations) -> None:
+    with clearing_offloaded_on_error(activations):
+        forward(activations)
+    assert activations.tracker
 
 
 def test_figures_are_means_over_pairs_and_logits_over_tokens() -> None:
