@@ -159,7 +159,7 @@ def test_single_step_is_reported_with_the_memory_of_a_second_step(rehearse: Rehe
     sizes = ("--memory", "11GiB", "--memory-overhead", "0")
     alone = rehearse(TRAINS, *sizes, command=("train.py", "60000")).found
     first, second = rehearse(TRAINS, *sizes, command=("train.py", "60000", "60000")).found["steps"]
-    state = alone["after_last_step"]["state_bytes"]
+    state = alone["peak_by_kind"]["optimizer"]
     assert state == pytest.approx(2 * WEIGHTS, rel=0.01)
     needs = first["allocated_bytes"] + state
     assert second["allocated_bytes"] == pytest.approx(needs, rel=1e-3)
@@ -659,12 +659,11 @@ def test_integers_that_the_user_states_are_read_and_no_longer_guessed(rehearse: 
     stated = [f"--fixed=train.py:{line}={number}" for line, number in zip(at, (512, 3, 7, 9), strict=True)]
     fixed = rehearse(script, *stated)
     assert fixed.printed.startswith("512 3 7 9\n")
-    assert [(each["what"], each["line"]) for each in fixed.found["guesses"]] == [("fixed", each) for each in at]
+    assert fixed.found["guesses"] == []
     assert fixed.found["rank_peaks"][0]["allocated_bytes"] >= 2**31 > guessed.found["rank_peaks"][0]["allocated_bytes"]
     assert "guessed" not in fixed.found["verdict"]
     text = rehearse(script, *stated[:3], "--fixed", f"train.py:{at[3] + 1}=9", json_format=False).found  # a wrong line
     assert f"sizes may depend on a guessed value at train.py:{at[3]} (see below)" in text
-    assert f"read as the number of --fixed at train.py:{at[0]}, train.py:{at[1]}, train.py:{at[2]}" in text
 
 
 def test_tensors_that_are_printed_or_checked_for_overflow_are_not_reported(rehearse: Rehearse) -> None:
@@ -1071,9 +1070,9 @@ def test_signal_ends_background_jobs_and_processes_that_ignore_it(
     for words in (), ("deaf",):
         answer = rehearse(ENDS_LATE, command=("train.py", *words))
         assert answer.status == 2
-        assert answer.found["verdict"] == (
-            "no answer: interrupted in step 3; before that, 0.05 of 77.8 GiB reserved at most (step 1)"
-        )
+        at = "" if words else r" at train\.py:1\d"  # the line that waits
+        before = r"; before that, 0\.05 of 77\.8 GiB reserved at most \(step 1\)"
+        assert re.fullmatch(f"no answer: interrupted in step 3{at}{before}", answer.found["verdict"])
         assert (len(answer.found["steps"]), answer.found["fits"]) == (2, None)
 
 
@@ -1099,22 +1098,6 @@ def test_unwritable_report_is_an_error(rehearse: Rehearse, monkeypatch: pytest.M
         answer = rehearse(ONE_STEP)
     assert answer.status == 2
     assert answer.printed.splitlines()[-1].startswith("error: stdout: No space left on device")
-
-
-def test_traceback_of_a_script_that_takes_no_step_is_printed(rehearse: Rehearse) -> None:
-    script = """
-        import time, torch
-        from torchtune_adaptive.rehearse import step_recorder
-
-        step_recorder.SILENT_S = 0.5
-        optimizer = torch.optim.SGD(torch.nn.Linear(8, 8, device="cuda").parameters())
-        optimizer.step()
-        optimizer.step()
-        time.sleep(3)
-    """
-    answer = rehearse(script)
-    assert answer.found["fits"]
-    assert 'train.py", line 9 in <module>' in answer.printed
 
 
 def test_rehearsal_ends_after_the_requested_steps(rehearse: Rehearse) -> None:

@@ -199,6 +199,23 @@ def test_tokens_are_counted_by_the_largest_embedding(call: str, rehearse: Rehear
     assert (time["tokens_per_step"], time["samples_per_step"]) == (2 * 3 * 8 * 128, 2 * 3 * 8)
 
 
+def test_tokens_that_several_embeddings_of_a_size_look_up_count_once(rehearse: Rehearse) -> None:
+    """As in modded-nanogpt, whose layers have value embeddings of the size of the vocabulary."""
+    script = """
+    import torch
+
+    embeddings = torch.nn.ModuleList(torch.nn.Embedding(1000, 64) for _ in range(4)).cuda()
+    optimizer = torch.optim.SGD(embeddings.parameters())
+    for _ in range(2):
+        for _ in range(3):
+            both = torch.randint(0, 1000, (2, 8, 128)).cuda()
+            sum(each(both[0]).sum() + each(both[1]).sum() for each in embeddings).backward()
+        optimizer.step()
+    """
+    time = rehearse(script).found["time"]
+    assert (time["tokens_per_step"], time["samples_per_step"]) == (3 * 2 * 8 * 128, 3 * 2 * 8)
+
+
 @pytest.mark.parametrize("call", ["model(images, labels)", "torch.compile(model)(images, labels)"])
 def test_class_labels_are_no_tokens(call: str, rehearse: Rehearse) -> None:
     """An embedding of labels, as in a diffusion transformer, and labels that a compiled classifier takes."""

@@ -120,16 +120,6 @@ class DeviceValues:
             setattr(torch.Tensor, name, self._leave_torch(getattr(torch.Tensor, name)))
         for where, name in product((torch.Tensor, torch), _CHECKS):
             setattr(where, name, _check(getattr(where, name)))
-        get = torch.Tensor.__getitem__
-
-        @functools.wraps(get)
-        def get_item(tensor: torch.Tensor, index: Any) -> torch.Tensor:
-            if getattr(index, "dtype", None) is torch.bool and hasattr(index, _GUESSED):
-                self.guesses.integer(MASK)
-                index = torch.ones_like(index)
-            return get(tensor, index)
-
-        torch.Tensor.__getitem__ = get_item  # type: ignore[method-assign,assignment]
 
         def show_originals(dynamo: Any) -> None:
             def populate(fill: Callable[[], None] = dynamo.populate_builtin_to_tensor_fn_map) -> None:
@@ -187,8 +177,6 @@ class DeviceValues:
         def copy(given: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
             if torch.compiler.is_compiling():
                 return function(given, *args, **kwargs)
-            if isinstance(given, list | tuple):
-                given = _with_numbers(given)
             source = next(iter((*args, *kwargs.values()))) if function.__name__ == "copy_" else given
             from_device = isinstance(source, torch.Tensor) and source.is_cuda
             if from_device and source.is_floating_point() and source.numel() >= LARGE and _is_plain(source):
@@ -419,13 +407,6 @@ class DeviceValues:
         return run
 
 
-def _with_numbers(given: Any) -> Any:
-    """Replace scalar tensors in nested lists: C++ takes them for sequences, because `__getitem__` is replaced."""
-    if isinstance(given, list | tuple):
-        return [*map(_with_numbers, given)]
-    return given.item() if isinstance(given, torch.Tensor) and not given.dim() else given
-
-
 def _is_plain(value: Any) -> bool:
     """Return True for a tensor with a storage: not for a subclass, and not inside vmap or grad of torch.func."""
     return type(value) is torch.Tensor and not torch._C._functorch.is_functorch_wrapped_tensor(value)
@@ -481,6 +462,8 @@ def _pass_on_marks(given: tuple[Any, ...], result: Any, function: str) -> None:
         return
     if not result.is_cuda and any(hasattr(each, _GUESSED) for each in given):
         setattr(result, _GUESSED, True)
+        if result.dtype is torch.bool and result.numel() > 1:
+            result.fill_(True)  # selects everything, because this needs the most memory
     checks = [known for each in given if (known := getattr(each, _CHECK, None)) is not None]
     if checks and (result.dtype is torch.bool or function == "sum"):
         setattr(result, _CHECK, checks[0] != (function in _NEGATIONS))

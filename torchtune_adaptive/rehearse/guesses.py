@@ -17,6 +17,7 @@ from typing import Any, ClassVar
 import numpy
 import torch
 
+from torchtune_adaptive.rehearse.hangs import nodes_of
 from torchtune_adaptive.rehearse.result import BRANCH, INTEGER, LIBRARY, NUMBER
 
 _HERE, TORCH, _NUMPY = (os.path.dirname(file) + os.sep for file in (__file__, torch.__file__, numpy.__file__))
@@ -158,14 +159,10 @@ def _line(frame: FrameType | None) -> str:
 @functools.lru_cache
 def _nodes(file: str) -> list[Any]:
     """Return the nodes of a file, without assertions. Those in a function have its name as an attribute `inside`."""
-    try:
-        tree = ast.parse("".join(linecache.getlines(file)))
-    except (SyntaxError, ValueError):
-        return []
-    for function in (each for each in ast.walk(tree) if isinstance(each, ast.FunctionDef)):
+    for function in (each for each in nodes_of(file) if isinstance(each, ast.FunctionDef)):
         for node in ast.walk(function):
             vars(node)["inside"] = function.name
-    return [each for each in ast.walk(tree) if not isinstance(each, ast.Assert)]
+    return [each for each in nodes_of(file) if not isinstance(each, ast.Assert)]
 
 
 @functools.lru_cache(1024)

@@ -7,7 +7,6 @@ import functools
 import linecache
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from torchtune_adaptive.formatting import ranks_named
@@ -209,12 +208,12 @@ def _left_loop(_: Replay, mine: NcclCall, theirs: NcclCall | None, rank: str) ->
 
 
 @functools.cache
-def _nodes(file: str) -> list[ast.stmt]:
+def nodes_of(file: str) -> list[Any]:
+    """Return the nodes of a file's syntax tree."""
     try:
-        parsed = ast.walk(ast.parse(Path(file).read_text()))
-    except (OSError, SyntaxError, ValueError):
+        return [*ast.walk(ast.parse("".join(linecache.getlines(file))))]
+    except (SyntaxError, ValueError):
         return []
-    return [node for node in parsed if isinstance(node, ast.If | ast.For | ast.While)]
 
 
 def _blocks(lines: str) -> Iterator[_Block]:
@@ -222,7 +221,8 @@ def _blocks(lines: str) -> Iterator[_Block]:
     for place in lines.split(" < ") if lines else ():
         file, _, number = place.rpartition(":")
         line = int(number)
-        for node in sorted(_nodes(file), key=lambda each: -each.lineno):
+        nodes = (each for each in nodes_of(file) if isinstance(each, ast.If | ast.For | ast.While))
+        for node in sorted(nodes, key=lambda each: -each.lineno):
             for part in ("body", "orelse"):
                 statements = getattr(node, part)
                 if statements and statements[0].lineno <= line <= (statements[-1].end_lineno or 0):

@@ -15,7 +15,7 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
-from torchtune_adaptive.formatting import count_of, format_bytes, in_columns
+from torchtune_adaptive.formatting import count_of
 from torchtune_adaptive.rehearse import hangs
 from torchtune_adaptive.rehearse.gpus import Gpu
 from torchtune_adaptive.rehearse.step_time import StepTime, Work, estimate, seconds_text, time_lines
@@ -24,8 +24,8 @@ GIB = 2**30
 SHOWN_STEPS, SHOWN_PLACES = 20, 3
 COMPARED = "compared"
 """The file with the result of comparing the calls of all ranks."""
-INTEGER, NUMBER, MASK, ROUTING, BRANCH, FIXED = "integer", "number", "mask", "routing", "branch", "fixed"
-"""Kinds of values on which memory may depend: guessed, or fixed by the user."""
+INTEGER, NUMBER, MASK, ROUTING, BRANCH = "integer", "number", "mask", "routing", "branch"
+"""Kinds of guessed values on which memory may depend."""
 PARAMETERS, GRADIENTS, OPTIMIZER, OTHER = "parameters", "gradients", "optimizer", "activations and other"
 """Kinds of memory."""
 MOST_INVERTED = 3
@@ -40,7 +40,6 @@ _GUESSED = {
     ROUTING: "tokens were spread evenly over the experts that are counted at {places}: a rank whose experts get more "
     "tokens needs more memory (try --skew 2)",
     BRANCH: "a condition on a value that a kernel would have computed was guessed at {places}",
-    FIXED: "an integer that a kernel would have computed was read as the number of --fixed at {places}",
 }
 _HINTS = {
     r"ZeroDivisionError|FloatingPointError|ValueError: (math domain error|expected a positive input)": "a rehearsal "
@@ -52,6 +51,7 @@ _HINTS = {
 """Explanations of a script's errors in a rehearsal, by pattern."""
 NEEDS_OTHERS = "not supported with a fake process group"
 """Part of the error of a rank that runs alone, but exchanges messages with another: torch's pipelines have it, too."""
+LARGER = "; batch {batch} is larger: {elements:,} elements, before at most {rehearsed:,} (--steps {steps} rehearses it)"
 
 
 class Outcome(Enum):
@@ -111,7 +111,7 @@ class RehearsalResult:
     rank_peaks: list[dict[str, Any]] = field(default_factory=list)
     """Peaks of each rank that ran: rank, allocated_bytes, reserved_bytes."""
     searches: list[dict[str, Any]] = field(default_factory=list)
-    """Results of a recipe's searches: stage, result."""
+    """A recipe's searches: stage, text, result."""
     message: str = ""
     """The error message of a recipe."""
     output: str = ""
@@ -126,6 +126,8 @@ class RehearsalResult:
     """Calls that the ranks have made together; None if one rank ran."""
     held: dict[str, Any] = field(default_factory=dict)
     """The bytes of each kind after the first update: held_bytes; empty if no optimizer took a step."""
+    later_batch: dict[str, Any] = field(default_factory=dict)
+    """A batch after the rehearsed steps that is larger: batch, elements, rehearsed, steps; empty if none is."""
     largest: int | None = None
     """The largest value of the range in the command that fits; 0 if none does; None without a range."""
     hang: dict[str, Any] = field(default_factory=dict)
@@ -153,6 +155,7 @@ class RehearsalResult:
             traced=dict(*found["work"][-1:]) if all(each["timed"] for each in found["setting"]) else {},
             setting="".join(each["text"] for each in found["setting"]),
             held=dict(*found["held"][:1]),
+            later_batch=dict(*found["later"]),
             searches=found["search"],
             message="".join(each["text"] for each in found["message"][-1:]),
         )
@@ -246,7 +249,7 @@ class RehearsalResult:
     def second_step_bytes(self) -> int:
         """The estimated peak of a second step; 0 unless the script took one step and then allocated optimizer state."""
         first = self.steps[0]["allocated_bytes"] if len(self.steps) == 1 and not self.unresolved_oom else 0
-        state = int(self.end.get("state_bytes", 0))
+        state = int(self.held["held_bytes"].get(OPTIMIZER, 0)) if self.held else 0
         return first + state if first and state > 0.02 * first else 0
 
     @property
@@ -283,7 +286,7 @@ class RehearsalResult:
                 why = f"does not fit: {self._out_of_memory_text}"
             case Outcome.INTERRUPTED:
                 before = f"; before that, {self._most_reserved}" if self.all_peaks else ""
-                why = f"interrupted in step {step}{before}"
+                why = f"interrupted in step {step}{self._at_line}{before}"
             case Outcome.TIMED_OUT:
                 why = f"the script did not end within {self.timeout:g} s and was killed in step {step}: raise --timeout"
             case Outcome.USED_ELSEWHERE:
@@ -348,9 +351,12 @@ class RehearsalResult:
             return why.partition(": ")[2]
         hints = "".join(f" ({hint})" for error, hint in _HINTS.items() if re.search(error, why))
         memory = "; it ran out of memory before (see below)" if self.unresolved_oom else ""
+        return f"the script failed in step {len(self.steps) + 1}{self._at_line}: {why}{hints}{memory}{self._guessed}"
+
+    @property
+    def _at_line(self) -> str:
         line = str(self.end.get("lines", "")).partition(" < ")[0]
-        at = f" at {line}" * bool(line)
-        return f"the script failed in step {len(self.steps) + 1}{at}: {why}{hints}{memory}{self._guessed}"
+        return f" at {line}" * bool(line)
 
     @property
     def _remarks(self) -> str:
@@ -364,6 +370,7 @@ class RehearsalResult:
             f"; the cache is never flushed ({steps})": self.steps and not flushing and not self.end.get("stopped"),
             "; the cache is never flushed": self.steps and not flushing and self.end.get("stopped"),
             f"; the script recovered from {errors}": self.steps and self.caught,
+            LARGER.format_map(defaultdict(int, self.later_batch)): self.later_batch,
             self._guessed: True,
             "; not all memory is counted (see below)": any("more memory" in each for each in self.end.get("notes", ())),
             "; an optimizer took no step": self.steps and self.end.get("idle"),
@@ -420,7 +427,8 @@ class RehearsalResult:
 
     def as_text(self) -> str:
         """Return the verdict, the searches, the steps, and what holds the memory after an out-of-memory error."""
-        searches = [_search_lines(search["stage"], search["result"]) for search in self.searches]
+        searches = [[search["text"]] for search in self.searches]
+        time = self.recorded_time()
         peaks = [_peak_lines("device", self.devices), _peak_lines("rank", self.rank_peaks)]
         if self.outcome is Outcome.HANGS:
             return "\n".join([self.verdict(), "", *hangs.as_lines(self.hang)])
@@ -431,7 +439,7 @@ class RehearsalResult:
             [self.verdict()],
             *searches,
             self._step_lines(),
-            self._time_lines(),
+            time_lines(time, self.work, self.gpu.name, self.ranks) if time and self.work and self.gpu else [],
             *peaks,
             self._error_lines(),
         ]
@@ -440,7 +448,7 @@ class RehearsalResult:
         return "\n\n".join("\n".join(lines) for lines in sections if lines)
 
     def _step_lines(self) -> list[str]:
-        shown, left_out = self._shown(), len(self.steps) - len(self._shown())
+        shown, left_out = self.timed_steps[:SHOWN_STEPS], len(self.steps[SHOWN_STEPS:])
         times = [f"{seconds_text(each['seconds']):>10}" if each["seconds"] else "" for each in shown]
         heading = f"{'time':>10}" * any(times)
         return [
@@ -450,12 +458,8 @@ class RehearsalResult:
                 f"{each['flushes'] or '':>7}{time}"
                 for each, time in zip(shown, times, strict=True)
             ),
-            *[f"  {left_out} steps not shown: no new peak, no flush"] * bool(left_out),
+            *[f"  {left_out} more steps are not shown"] * bool(left_out),
         ]
-
-    def _time_lines(self) -> list[str]:
-        time = self.recorded_time()
-        return time_lines(time, self.work, self.gpu.name, self.ranks) if time and self.work and self.gpu else []
 
     def _error_lines(self) -> list[str]:
         if (error := self.unresolved_oom) is None or self.fits:
@@ -487,20 +491,11 @@ class RehearsalResult:
         more = len(places) - SHOWN_PLACES
         return ", ".join(places[:SHOWN_PLACES]) + (f" and {more} more" if more > 0 else "")
 
-    def _shown(self) -> list[dict[str, Any]]:
-        """Return the steps to show: all or, if there are many, the last one and those with a new peak or a flush."""
-        steps, most, shown = self.timed_steps, 0, []
-        for each in steps:
-            if each["reserved_bytes"] > most or each["flushes"] or each is steps[-1] or len(steps) <= SHOWN_STEPS:
-                shown.append(each)
-            most = max(most, each["reserved_bytes"])
-        return shown
-
     def as_dict(self) -> dict[str, Any]:
         """Return the result for JSON."""
         same = (
             "rank", "ranks", "usable_bytes", "overhead_bytes", "rank_peaks", "out_of_memory", "caught",
-            "guesses", "inverted", "tried",
+            "guesses", "inverted", "tried", "later_batch",
         )  # fmt: skip
         return {
             "fits": self.answer,
@@ -516,24 +511,6 @@ class RehearsalResult:
             "after_last_step": self.end,
             "script_status": self.status,
         }
-
-
-def _search_lines(stage: str, result: dict[str, Any]) -> list[str]:
-    """Return a table of the microbatch sizes that a search has measured."""
-    by_length = "points" in result
-    cells: list[tuple[object, ...]] = []
-    for probe in result["points" if by_length else "probes"]:
-        peak, remark = probe["peak"], ""
-        if not peak["fits"]:
-            remark = "out of memory"
-        elif probe["rows"] == result.get("rows"):
-            remark = f"<- chosen ({result['reason']})"
-        elif peak["retries"]:
-            remark = "fits only by flushing the cache (slow)"
-        allocated = format_bytes(max(peak["phase_bytes"].values())) if peak["fits"] else ""
-        cells.append((probe["rows"], *[probe["length"]] * by_length, allocated, remark))
-    heading = ("rows", *["tokens of a row"] * by_length, "allocated", "")
-    return [f"search{f' for {stage}' * bool(stage)}:", in_columns([heading, *cells])]
 
 
 def _peak_lines(name: str, peaks: list[dict[str, Any]]) -> list[str]:

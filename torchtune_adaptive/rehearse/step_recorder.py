@@ -5,7 +5,6 @@ The script can read and reset the same peaks without affecting the record.
 
 from __future__ import annotations
 
-import faulthandler
 import json
 import linecache
 import os
@@ -14,9 +13,8 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from operator import attrgetter
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -30,17 +28,16 @@ from torch.utils.weak import WeakIdRef
 
 from torchtune_adaptive.null_cuda import used_convolutions, used_flops, used_memory, used_workspaces
 from torchtune_adaptive.rehearse.fake_ranks import after_import
+from torchtune_adaptive.rehearse.later_batches import larger_batch, note_batches
 from torchtune_adaptive.rehearse.memory_by_holder import memory_by_holder
 from torchtune_adaptive.rehearse.recording import lines_of
-from torchtune_adaptive.rehearse.result import BRANCH, FIXED, INTEGER, NEEDS_OTHERS, NUMBER
+from torchtune_adaptive.rehearse.result import BRANCH, INTEGER, NEEDS_OTHERS, NUMBER
 from torchtune_adaptive.rehearse.start import CannotRehearse, RankSettings
 from torchtune_adaptive.rehearse.step_trace import RECORDER
 from torchtune_adaptive.run_hooks import HOOKS
 
 _TORCH = str(Path(torch.__file__).parent)
 _HERE = str(Path(__file__).parent)
-SILENT_S = 300
-"""A script that takes no step for this time may wait for a value that is never computed: print where it is."""
 
 
 class StepRecorder:
@@ -52,7 +49,7 @@ class StepRecorder:
 
     def __init__(self, path: Path, settings: RankSettings) -> None:
         """Record in a file."""
-        self.move_to(path, after_last_step=partial(os._exit, 0))  # the script cannot catch this
+        self.move_to(path, self._look_ahead_and_exit)
         self._most_steps = settings.steps
         self._peaks = Peaks()
         self.steps = 0
@@ -61,11 +58,8 @@ class StepRecorder:
         self._stepped: set[WeakIdRef] = set()
         self._all: set[WeakIdRef] | None = None
         self._reading: Usages = {}
-        self._allocated = 0
         self._run: Usages = {}
         """The peaks of all steps and of the time after the last one."""
-        self._state_bytes = 0
-        """Bytes that optimizers allocated in their first steps."""
         self._searching = False
         self._guesses, self._fixed = set[tuple[str, str, int]](), settings.fixed
         self._inverted = settings.inverted
@@ -80,7 +74,6 @@ class StepRecorder:
         self._file, self._process, self._after_last_step = path.open("w", buffering=1), os.getpid(), after_last_step
         # a null device ends the rehearsal if a child process allocates memory
         os.environ["NULL_CUDA_REHEARSAL"] = f"{self._process} {self._file.fileno()}"
-        self._watch()
 
     def __enter__(self) -> None:
         # Do not initialize CUDA here. That would change the device of a DeviceMesh, and the script could not fork.
@@ -90,6 +83,7 @@ class StepRecorder:
         register_optimizer_step_pre_hook(self._before_optimizer_step)
         register_optimizer_step_post_hook(self._after_optimizer_step)
         HOOKS.record = self.write
+        note_batches()
         construct = torch.optim.Optimizer.__init__
 
         def init(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> None:
@@ -105,11 +99,6 @@ class StepRecorder:
             exit_at_once(status)
 
         os._exit = exit_after_record
-
-    def _watch(self) -> None:
-        """Print all tracebacks if this is not called again in time. Not on a GPU, where steps may be slow."""
-        if os.getpid() == self._process:  # in a forked process, this call would not return
-            faulthandler.dump_traceback_later(SILENT_S, repeat=True, file=2)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         if os.getpid() != self._process:
@@ -137,7 +126,6 @@ class StepRecorder:
             "by_memory": _is_out_of_memory(error),
             "idle": idle,
             "stopped": stopped,
-            "state_bytes": self._state_bytes,
             "devices": [{"device": at, **asdict(each)} for at, each in self._run.items() if each.reserved_bytes],
             "notes": [note for note, applies in conditions.items() if applies],
         }
@@ -150,12 +138,10 @@ class StepRecorder:
         @contextmanager
         def excluded(*args: Any) -> Iterator[Any]:
             self._searching = True
-            try:
-                with probing(*args) as prober:
-                    yield prober
-            finally:
-                self._searching = False
-                self._peaks.read()
+            with ExitStack() as after:
+                after.callback(self._peaks.read)
+                after.callback(setattr, self, "_searching", False)
+                yield after.enter_context(probing(*args))
 
         probes.probing = excluded
 
@@ -169,7 +155,6 @@ class StepRecorder:
                 f"torch.optim.LBFGS keeps up to 2 × history_size + 5 = {copies} copies of its parameters, depending on "
                 "values: rehearse with torch.optim.SGD and add their size"
             )
-        self._allocated = _allocated()
 
     def _after_optimizer_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if self._searching:
@@ -180,8 +165,6 @@ class StepRecorder:
             return
         self._stepping, usage = None, self._peaks.read()
         ended, traced = self.steps, self._traced
-        if parameter not in self._have_stepped:
-            self._state_bytes += max(_allocated() - self._allocated, 0)
         self._have_stepped.add(parameter)
         gone = any(each() is None for each in self._stepped)  # the script trains a new model in each step
         if gone or parameter in self._stepped:
@@ -214,7 +197,6 @@ class StepRecorder:
 
     def _end_step(self) -> None:
         self.steps += 1
-        self._watch()
         self.write("step", {"step": self.steps, **asdict(_fullest(self._reading))})
         if self.steps == self._traced:
             self.write("work", {"step": self.steps, "work": RECORDER.stop()})
@@ -226,6 +208,12 @@ class StepRecorder:
             flush()
             self._process = 0  # the record is complete
             self._after_last_step()
+
+    def _look_ahead_and_exit(self) -> NoReturn:
+        """Record whether later data is larger, and end this process. The script cannot catch this."""
+        if larger := larger_batch(self.steps):
+            self._file.write(json.dumps({"kind": "later", **larger}) + "\n")
+        os._exit(0)
 
     def _out_of_memory(self, device: int, asked: int, total: int, free: int) -> None:
         """Record an out-of-memory error. The allocator calls this on the thread whose request failed."""
@@ -260,8 +248,8 @@ class StepRecorder:
         """
         file, line = innermost(frame)
         fixed = self._fixed.get(f"{file}:{line}") if what in (INTEGER, NUMBER) else None
-        what = what if fixed is None else FIXED
-        if (what, file, line) not in self._guesses and frame.f_code.co_filename != torch._tensor_str.__file__:
+        printing = frame.f_code.co_filename == torch._tensor_str.__file__
+        if fixed is None and not printing and (what, file, line) not in self._guesses:
             self._guesses.add((what, file, line))
             self.write("guess", {"what": what, "file": file, "line": line})
         return 1 if what == BRANCH and self._inverted == f"{file}:{line}" else fixed
@@ -271,11 +259,6 @@ class StepRecorder:
         if os.getpid() == self._process:
             with suppress(OSError):
                 self._file.write(json.dumps({"kind": kind, **figures}) + "\n")
-
-
-def _allocated() -> int:
-    devices = range(torch.cuda.device_count() if torch.cuda.is_initialized() else 0)
-    return sum(map(torch.cuda.memory_allocated, devices))
 
 
 def _compiled_graphs() -> int:
@@ -306,12 +289,9 @@ def _outside_torch(frames: Sequence[tuple[str, int]]) -> tuple[str, int]:
 
 def _stack(frame: FrameType | None) -> list[tuple[str, int]]:
     """Return file and line of each frame outside this package, innermost first."""
-    found = []
-    while frame is not None:
-        if not frame.f_code.co_filename.startswith((_HERE, "<")):
-            found.append((frame.f_code.co_filename, frame.f_lineno))
-        frame = frame.f_back
-    return found
+    frames = traceback.walk_stack(frame) if frame else ()
+    found = ((each.f_code.co_filename, line) for each, line in frames)
+    return [each for each in found if not each[0].startswith((_HERE, "<"))]
 
 
 def _message(error: BaseException | None) -> str | None:
@@ -338,10 +318,6 @@ def _is_out_of_memory(error: BaseException | None) -> bool:
     while error is not None and not isinstance(error, torch.OutOfMemoryError):
         error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
     return error is not None
-
-
-Statistics = dict[str, Any]
-"""torch's: {"allocated_bytes": {"all": {"current": ..., "peak": ...}, ...}, "num_alloc_retries": ...}."""
 
 
 @dataclass
@@ -384,7 +360,7 @@ class Peaks:
 
     def __init__(self) -> None:
         self._statistics, self._reset = torch._C._cuda_memoryStats, torch._C._cuda_resetPeakMemoryStats
-        self._scripts: dict[int, Statistics] = {}
+        self._scripts: dict[int, dict[str, Any]] = {}
         """The script's peaks at the recorder's last reset."""
         self._ours: Usages = {}
         """The recorder's peaks at the script's last reset."""
@@ -412,8 +388,8 @@ class Peaks:
         self._reset(device)
         return usage
 
-    def _statistics_of_script(self, device: int) -> Statistics:
-        statistics: Statistics = self._statistics(device)
+    def _statistics_of_script(self, device: int) -> dict[str, Any]:
+        statistics: dict[str, Any] = self._statistics(device)
         _raise_peaks(statistics, self._scripts.get(device, {}))
         return statistics
 
@@ -423,11 +399,11 @@ class Peaks:
         self._reset(device)
 
 
-def _peaks_of(statistics: Statistics) -> Usage:
+def _peaks_of(statistics: dict[str, Any]) -> Usage:
     return Usage(*(statistics[each]["all"]["peak"] for each in ("allocated_bytes", "reserved_bytes")))
 
 
-def _raise_peaks(statistics: Statistics, to: Statistics) -> None:
+def _raise_peaks(statistics: dict[str, Any], to: dict[str, Any]) -> None:
     for name, value in to.items():
         if isinstance(value, dict):
             _raise_peaks(statistics[name], value)

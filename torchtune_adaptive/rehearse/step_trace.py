@@ -171,7 +171,7 @@ class _Trace:
         self._parents: dict[int, int] = {}
         self._backward: set[int] = set()
         """Nodes of the backward pass."""
-        self._inputs: list[_Input] = []
+        self._inputs: dict[Any, _Input] = {}
         self._convolutions: dict[tuple[int, ...], int] = {}
         """Numbers the shapes of weights by their first use."""
 
@@ -224,11 +224,12 @@ class _Trace:
         Inputs of evaluations and reference models do not count, because autograd does not record them. Recomputations
         in the backward count only for a reentrant checkpoint, whose forward is not recorded.
         """
-        ranked = [((each.recorded and 1 + self._in_forward(each.node), each.weight), each) for each in self._inputs]
+        inputs = self._inputs.values()
+        ranked = [((each.recorded and 1 + self._in_forward(each.node), each.weight), each) for each in inputs]
         best = max((rank for rank, _ in ranked), default=None)
         found = [each for rank, each in ranked if rank == best]
         parts = math.prod(self.sharing.get(name, 1) for name in ("cp", "sp", "context"))  # each has its own tokens
-        labeled = {each.rows for each in self._inputs if not each.tokens}  # samples, each of which has a label
+        labeled = {each.rows for each in inputs if not each.tokens}  # samples, each of which has a label
         tokens = sum(each.tokens for each in found if each.tokens != each.rows or each.rows not in labeled)
         return tokens * parts, sum(each.rows for each in found)
 
@@ -248,7 +249,9 @@ class _Trace:
             longest = max(integers, key=math.prod, default=[0])
             are_labels = len(longest) == 1 and any(len(each) > 2 and each[0] == longest[0] for each in given.shapes)
             found = (bool(integers), len(given.shapes)), 0 if are_labels else math.prod(longest), longest[0]
-        self._inputs.append(_Input(node, recorded, *found))
+        # several embeddings of a size may look up the same tensor in a forward
+        same = (len(self._backward), recorded, first, str(given.values[1][1:])) if name == "embedding" else node
+        self._inputs[same] = _Input(node, recorded, *found)
 
     def know_groups(self, groups: Iterable[Any]) -> None:
         """Remember the process groups of this rank."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import faulthandler
 import json
 import os
 import signal
@@ -23,7 +22,6 @@ from torchtune_adaptive.rehearse.start import CannotRehearse
 
 GRACE_S = 10
 """After a rank has failed, the others are killed if they have not ended within these seconds."""
-
 IDLE_S = 1
 """If the ranks make no call for these seconds, it is checked whether they wait for each other."""
 SLOW_S = 5
@@ -38,7 +36,6 @@ def fork_ranks(ranks: Sequence[int], folder: Path) -> tuple[int, Callable[[], No
     """
     if torch.cuda.is_initialized():
         raise CannotRehearse("the command uses CUDA before it starts the ranks: add --ranks")
-    faulthandler.cancel_dump_traceback_later()  # its thread does not exist in a forked process, which would wait for it
     for path in folder.iterdir():  # delete the record of this process
         path.unlink()
     calls = folder / "calls"

@@ -261,7 +261,7 @@ def _record(
     """Log the table of a search, and record its result in the journal."""
     log_rank_0(table)
     values = asdict(result)
-    HOOKS.record("search", {"stage": stage, "result": values})
+    HOOKS.record("search", {"stage": stage, "text": table, "result": values})
     figures |= {"stage": stage or None, "budget_bytes": result.budget_bytes, "result": values}
     loop.run.journal.record(SEARCH, loop.run.progress.step, reason, **figures)
 

@@ -1,7 +1,7 @@
 """A GPT-2 124M loop in the manner of nanoGPT: compiled, autocast, fused AdamW, accumulation of two batches."""
 
 # bytes: 124.4e6 * (4 + 4 + 8) + 2 * 1024 * 50257 * 4 * 2
-# at most: 1.4
+# at most: 1.5
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 

@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 from tests.ranks import run_on_ranks
 from tests.recipes.running import run_as_command
-from tests.unit.checkpoints.run_starts import config
+from tests.unit.checkpoints.test_resuming import config
 from tests.unit.lifecycle.test_run_state import another_run
 from torchtune_adaptive.checkpoints.resuming import find_start
 from torchtune_adaptive.cli.status import Condition, condition_of
