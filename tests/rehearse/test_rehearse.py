@@ -966,6 +966,33 @@ def test_step_of_an_optimizer_that_contains_others_counts_once(rehearse: Rehears
     assert answer.found["time"]
 
 
+@pytest.mark.parametrize("new_in_each_step", [False, True])
+def test_optimizers_with_the_same_weights_take_a_step_together_unless_one_replaces_the_other(
+    rehearse: Rehearse, new_in_each_step: bool
+) -> None:
+    script = """
+        import sys, torch
+
+        model = torch.nn.Linear(4096, 4096, bias=False).cuda()
+        create = lambda: [torch.optim.AdamW(model.parameters()) for _ in range(2)]
+        optimizers, kept = create(), []
+        for _ in range(4):
+            model(torch.zeros(8, 4096, device="cuda")).sum().backward()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+                model(torch.zeros(8, 4096, device="cuda")).sum().backward()
+            if sys.argv[1:]:
+                kept.append(optimizers)
+                optimizers = create()
+    """
+    answer = rehearse(script, "--steps", "3", command=("train.py", *["new"] * new_in_each_step))
+    assert (answer.found["fits"], len(answer.found["steps"])) == (True, 3), answer.found["verdict"]
+    states = [2 * 4096 * 4096 * 4 * count for count in ((2, 4, 6) if new_in_each_step else (2, 2, 2))]
+    for step, state in zip(answer.found["steps"], states, strict=True):
+        assert 1 <= step["allocated_bytes"] / (state + 3 * 4096 * 4096 * 4) < 1.35
+
+
 def test_idle_optimizer_is_reported(rehearse: Rehearse) -> None:
     script = """
         import torch

@@ -15,7 +15,7 @@ from xml.etree import ElementTree
 from torchtune_adaptive.atomic_files import reason, replace_file
 from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.formatting import count_of, did_you_mean, printable
-from torchtune_adaptive.rehearse.expectations import Expectations, peak_of, read_peaks, report, update_peaks
+from torchtune_adaptive.rehearse.expectations import OF_FITTING, Expectations, peak_of, read_peaks, report, update_peaks
 from torchtune_adaptive.rehearse.gpus import Gpu, gpu_named
 from torchtune_adaptive.rehearse.interface import GPU, rehearse
 from torchtune_adaptive.rehearse.result import RehearsalResult
@@ -64,13 +64,15 @@ def _expand(defaults: Mapping[str, Any], entry: Mapping[str, Any]) -> list[Case]
         raise ConfigError(f"unknown key {unknown[0]!r}{did_you_mean(unknown[0], _KEYS)}")
     if not isinstance(command := given.get("command"), str):
         raise ConfigError("a command is needed, in one string")
-    if "growth_percent" not in entry and (range_in([command]) or not given.get("fits", True)):
-        given.pop("growth_percent", None)  # the default is for cases whose peaks can be compared
+    # defaults are for cases that fit, and growth_percent is for cases whose peaks can be compared
+    excluded = ["growth_percent"] * bool(range_in([command])) if given.get("fits", True) else OF_FITTING
+    given = {name: given[name] for name in given if name in entry or name not in excluded}
     expected = Expectations.of(given, command)
     options = {name: given[name] for name in given if name not in {*vars(expected), "name", "gpu", "ranks"}}
     cases = []
     for ranks, gpu in product(_several(given, "ranks", None), _several(given, "gpu", GPU)):
-        name = printable(f"{given.get('name', command)}, {gpu}") + (f" × {ranks}" if ranks else "")
+        name = printable(f"{given.get('name', command)}, {gpu}")
+        name += f" × {ranks}" if isinstance(given.get("ranks"), list) else ""
         cases.append(Case(name, gpu_named(str(gpu)), ranks, options, expected))
     return cases
 

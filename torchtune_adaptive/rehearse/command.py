@@ -36,9 +36,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--ranks", type=_counts, default=[None], metavar="N",
         help="number of ranks, or several: 1,2,4,8 (default: from the launcher, else 1)",
     )  # fmt: skip
-    parser.add_argument("--rank", type=int, default=0, metavar="R", help="the rank to rehearse (default: 0)")
+    parser.add_argument("--rank", type=int, metavar="R", help="the rank to rehearse (default: 0)")
     parser.add_argument(
-        "--together", type=partial(_counts, least=0), nargs="?", const=True, default=False, metavar="R,R",
+        "--together", type=partial(_counts, least=0), nargs="?", const=True, metavar="R,R",
         help="rehearse all ranks, or these, as processes that exchange objects, host tensors and small integers",
     )  # fmt: skip
     parser.add_argument(
@@ -46,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="GPUs that the process sees (default: one per rank, up to 8)",
     )  # fmt: skip
     parser.add_argument(
-        "--gpu", metavar="NAME", type=lambda text: text.split(","), default=[GPU],
+        "--gpu", metavar="NAME", type=lambda text: text.split(","),
         help=f"model of GPU, or several: 4090,h100 (default: {GPU}): {', '.join(sorted(GPUS))}",
     )  # fmt: skip
     parser.add_argument("--memory", help="memory of a GPU, for example 80GB or 24GiB (default: from --gpu)")
@@ -55,11 +55,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="memory of the CUDA context, NCCL and libraries (default: 3GiB; one rank 1.3GiB)",
     )  # fmt: skip
     parser.add_argument(
-        "--steps", type=lambda text: _counts(text, least=0)[0], default=STEPS, metavar="N",
+        "--steps", type=partial(_count, least=0), metavar="N",
         help=f"stop after N steps (default: {STEPS}; 0: run to the end)",
     )  # fmt: skip
     parser.add_argument(
-        "--skew", type=float, default=1, metavar="X",
+        "--skew", type=float, metavar="X",
         help="let a router send X times the average number of tokens to the first 1/X of its experts (default: 1)",
     )  # fmt: skip
     parser.add_argument(
@@ -68,11 +68,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument("--timeout", type=float, metavar="S", help="kill the script after S seconds")
     parser.add_argument(
-        "--without-data", action="store_true",
+        "--without-data", action="store_true", default=None,
         help="replace a recipe's weights, tokenizer and data; samples have the length that a search measures",
     )  # fmt: skip
     parser.add_argument("--cases", metavar="FILE", help="rehearse the commands of this TOML file (docs/ci.md)")
-    parser.add_argument("--jobs", type=lambda text: _counts(text)[0], default=1, metavar="N", help="cases in parallel")
+    parser.add_argument("--jobs", type=_count, default=1, metavar="N", help="cases in parallel")
     parser.add_argument("--shard", type=_shard, default=(1, 1), metavar="I/N", help="run only every N-th case, from I")
     parser.add_argument("--junit", metavar="FILE", default="", help="write the results of the cases as JUnit XML")
     parser.add_argument("--update-peaks", action="store_true", help="record the peaks of the cases")
@@ -83,7 +83,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Rehearse the command, print the result, and return the exit status."""
     command = options.words[1:] if options.words[:1] == ["--"] else options.words
-    given: dict[str, Any] = {name: getattr(options, name) for name in OPTIONS} | {"fixed": dict(options.fixed)}
+    given: dict[str, Any] = {name: value for name in OPTIONS if (value := getattr(options, name)) is not None}
+    given["fixed"] = dict(options.fixed)
     try:
         _refuse_other_options(options)
         if options.cases:
@@ -91,7 +92,7 @@ def run(options: argparse.Namespace) -> int:
                 Path(options.cases), shard=options.shard, jobs=options.jobs, junit=options.junit,
                 update=options.update_peaks, as_json=options.format == "json",
             )  # fmt: skip
-        cards = [gpu_named(name) for name in dict.fromkeys(options.gpu)]
+        cards = [gpu_named(name) for name in dict.fromkeys(options.gpu or [GPU])]
         if len(cards) * len(options.ranks) == 1:
             found = rehearse(command, cards[0], options.ranks[0], **given)
             print(json.dumps(found.as_dict(), indent=2) if options.format == "json" else found.as_text())
@@ -117,6 +118,12 @@ def _refuse_other_options(options: argparse.Namespace) -> None:
         raise ConfigError(f"--{min(wrong).replace('_', '-')} needs --cases: pass a file of cases, or leave it out")
     if options.cases and (wrong := given - of_cases - {"cases", "format"}):
         raise ConfigError(f"--cases reads {min(wrong).replace('words', 'the command')} from its file: set it there")
+
+
+def _count(text: str, least: int = 1) -> int:
+    if not text.isdecimal() or int(text) < least:
+        raise argparse.ArgumentTypeError(f"{text} is not a whole number from {least}")
+    return int(text)
 
 
 def _counts(text: str, least: int = 1) -> list[int]:

@@ -21,6 +21,10 @@ RecordedPeak = Mapping[str, Any]
 MEASURES = "allocated", "reserved"
 
 
+OF_FITTING = "allocated_below", "reserved_below", "at_least", "growth_percent"
+"""The expectations that only a script that fits can meet."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Expectations:
     """What is expected of a rehearsal."""
@@ -47,8 +51,8 @@ class Expectations:
         growth = self.growth_percent
         if growth is not None and (type(growth) not in (int, float) or not 0 <= growth < float("inf")):
             raise ConfigError(f"growth_percent is {growth!r}: a number from 0 is needed")
-        if growth is not None and not self.fits:
-            raise ConfigError("growth_percent compares only scripts that fit: leave it out, or fits = false")
+        if not self.fits and (limits := [name for name in OF_FITTING if getattr(self, name) is not None]):
+            raise ConfigError(f"{limits[0]} is for scripts that fit: leave it out, or fits = false")
 
     @classmethod
     def of(cls, given: Mapping[str, Any], command: str | Sequence[str]) -> Expectations:
@@ -100,7 +104,7 @@ def change_by_kind(found: RehearsalResult, recorded: RecordedPeak) -> str:
 def report(failures: Sequence[str], found: RehearsalResult, recorded: RecordedPeak | None) -> str:
     """Return the failures, the change of the peak, and the report of the rehearsal, which begins with the verdict."""
     failed = "\n".join(each for each in failures if each != found.verdict())
-    change = change_by_kind(found, recorded) if recorded else ""
+    change = change_by_kind(found, recorded) if recorded and found.fits else ""
     return "\n\n".join(filter(None, [failed, change, found.as_text()]))
 
 

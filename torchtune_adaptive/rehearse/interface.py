@@ -55,6 +55,8 @@ def rehearse(
         raise ConfigError("--together reports the fullest rank, and --rank a single one: leave out one of them")
     if without_data and not any(Path(word).name.startswith("adaptive_") for word in words):
         raise ConfigError("--without-data needs a recipe of this package: tune run adaptive_...")
+    if not isinstance(gpu, str | Gpu):
+        raise ConfigError(f"gpu is {gpu!r}: pass one name, and call rehearse again for another GPU")
     card = gpu_named(gpu) if isinstance(gpu, str) else gpu
     if memory is not None:
         card = card._replace(memory=parse_bytes(memory, "memory"))

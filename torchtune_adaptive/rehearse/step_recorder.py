@@ -56,7 +56,10 @@ class StepRecorder:
         self._stepping: torch.optim.Optimizer | None = None
         """An optimizer that is taking a step. It may consist of others, whose steps do not count."""
         self._stepped: set[WeakIdRef] = set()
-        self._all: set[WeakIdRef] | None = None
+        """The first parameters of the optimizers that have taken the current step."""
+        self._stepped_by, self._exist = WeakSet[torch.optim.Optimizer](), WeakSet[torch.optim.Optimizer]()
+        """These optimizers, and all that existed when the first of them took the step."""
+        self._all: tuple[set[WeakIdRef], int] | None = None
         self._reading: Usages = {}
         self._run: Usages = {}
         """The peaks of all steps and of the time after the last one."""
@@ -167,12 +170,17 @@ class StepRecorder:
         ended, traced = self.steps, self._traced
         self._have_stepped.add(parameter)
         gone = any(each() is None for each in self._stepped)  # the script trains a new model in each step
-        if gone or parameter in self._stepped:
-            self._all = None if gone else self._stepped
+        # an optimizer that did not exist replaces the one that had its parameters; otherwise, both take a step
+        again = optimizer in self._stepped_by or (parameter in self._stepped and optimizer not in self._exist)
+        if gone or again:
+            self._all = None if gone else (self._stepped, len(self._stepped_by))
             self._end_step()
         _add(self._reading, usage)
+        if not self._stepped:
+            self._exist = WeakSet(self._optimizers)
         self._stepped = self._stepped | {parameter}
-        if self._stepped == self._all:
+        self._stepped_by.add(optimizer)
+        if (self._stepped, len(self._stepped_by)) == self._all:
             self._end_step()
         # Do not trace the first step, which allocates the optimizer state and compiles. If a traced step has compiled,
         # trace another one, but not the next: torch's observer corrupts memory if it is replaced inside a hook.
@@ -202,7 +210,7 @@ class StepRecorder:
             self.write("work", {"step": self.steps, "work": RECORDER.stop()})
             self._traced = self.steps if _compiled_graphs() == self._graphs else None
         _add(self._run, self._reading)
-        self._reading, self._stepped = {}, set()
+        self._reading, self._stepped, self._stepped_by = {}, set(), WeakSet()
         if self.steps == self._most_steps:
             self._write_end({}, stopped=True)
             flush()
