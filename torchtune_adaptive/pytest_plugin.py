@@ -6,7 +6,7 @@ pytest loads it at every start, so it imports rehearsals only for a test that us
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -25,18 +25,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--update-peaks", action="store_true", help=f"rehearsals: record their peaks in {PEAKS}")
 
 
-@pytest.fixture(scope="session")
-def _shared_imports() -> Iterator[None]:
-    """Import torch once for all rehearsals."""
-    from torchtune_adaptive.rehearse.processes import end_shared_imports, share_imports
-
-    share_imports()
-    yield
-    end_shared_imports()
-
-
 @pytest.fixture
-def rehearse(request: pytest.FixtureRequest, _shared_imports: None) -> Callable[..., RehearsalResult]:
+def rehearse(request: pytest.FixtureRequest) -> Callable[..., RehearsalResult]:
     """Return `rehearse(command, gpu="h100", ranks=8, reserved_below="70GiB", ...)`, which returns the result.
 
     It accepts the arguments of `torchtune_adaptive.rehearse.rehearse` and of `Expectations`, and fails the test if an

@@ -1,8 +1,10 @@
 """Rehearsals from Python, from pytest and from files of cases."""
 
 import json
+import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -162,6 +164,42 @@ def test_case_that_does_not_end_is_killed_after_its_timeout(tmp_path: Path) -> N
     assert looping["verdict"] == (
         "no answer: the script did not end within 0.5 s and was killed in step 1: raise --timeout"
     )
+
+
+PRINTS_PID = "print(getattr(child, 'pid', ''), file=open('child.txt', 'a'), end='')"
+DISTURBS = {
+    "kills the process that imports torch": "os.kill(os.getppid(), 9)",
+    "leaves its process group": "os.setpgid(0, os.getppid())",
+    "leaves a process that prints": "subprocess.Popen(['sh', '-c', PRINTS], stdout=2, start_new_session=True)",
+}
+
+
+def test_script_does_not_disturb_the_next_case(tmp_path: Path) -> None:
+    skip_without_null_device()
+    (tmp_path / "train.py").write_text(dedent(TRAINS))
+    cases = []
+    for at, (name, line) in enumerate(DISTURBS.items()):
+        end = "os.kill(os.getpid(), 9)" if "prints" in name else "time.sleep(600)"
+        header = "import os, subprocess, time\nPRINTS = 'while sleep 0.2; do echo of another case; done'"
+        (tmp_path / f"{at}.py").write_text(f"{header}\nchild = {line}\n{PRINTS_PID}\n{end}\n")
+        cases += [f"[[case]]\nname = '{name}'\ncommand = '{at}.py'", f"[[case]]\nname = '{at}'\ncommand = 'train.py 9'"]
+    (tmp_path / "crashes.py").write_text("print('my own output')\nraise ValueError\n")
+    cases.append("[[case]]\nname = 'crashes'\ncommand = 'crashes.py'")
+    (tmp_path / "fits.toml").write_text(
+        "[defaults]\ntimeout = 2\n" + "\n".join(cases).replace("9'", "9'\ntimeout = 90")
+    )
+    words = ("tune-adaptive", "rehearse", "--cases", "fits.toml", "--format", "json", "--junit", "fits.xml")
+    try:
+        ended = run_program(tmp_path, *words)
+        rows = {row["case"]: row for row in json.loads(ended.stdout)}
+    finally:
+        os.killpg(int((tmp_path / "child.txt").read_text()), signal.SIGKILL)
+    assert [rows[f"{at}, h100"]["fits"] for at in range(3)] == [True] * 3, ended.stderr
+    assert "signal 9" in rows["kills the process that imports torch, h100"]["verdict"]
+    assert "did not end within 2 s" in rows["leaves its process group, h100"]["verdict"]
+    (*_, output) = ElementTree.parse(tmp_path / "fits.xml").getroot().iter("system-err")
+    assert "my own output" in (output.text or "")
+    assert "of another case" not in (output.text or "")
 
 
 def test_stopped_job_has_the_results_of_cases_that_have_ended(tmp_path: Path) -> None:

@@ -64,7 +64,7 @@ def progress_bar(
     in_a_terminal = sys.stderr.isatty()
     options: dict[str, Any] = {"desc": what, "total": total, "initial": done, "unit": f" {unit}", "leave": at_once}
     if not in_a_terminal:
-        counted = "{n_fmt}{unit}" if total is None else "{n_fmt} of {total_fmt}{unit}"
+        counted = "{n_fmt}{unit}" if total is None else "{n_fmt} of {total_fmt}{unit}, {remaining} left"
         options |= {"file": _LogLines(), "position": 0, "bar_format": f"{{desc}} · {counted}{{postfix}}"}
         options |= {"mininterval": BETWEEN_LINES_S, "delay": 0 if at_once else BETWEEN_LINES_S}
     above_bar = logging_redirect_tqdm([logging.getLogger(PACKAGE_LOGGER)]) if in_a_terminal and shown else nullcontext()

@@ -14,7 +14,7 @@ from xml.etree import ElementTree
 
 from torchtune_adaptive.atomic_files import reason, replace_file
 from torchtune_adaptive.errors import ConfigError
-from torchtune_adaptive.formatting import count_of, did_you_mean, printable
+from torchtune_adaptive.formatting import count_of, did_you_mean, is_whole, printable
 from torchtune_adaptive.rehearse.expectations import OF_FITTING, Expectations, peak_of, read_peaks, report, update_peaks
 from torchtune_adaptive.rehearse.gpus import Gpu, gpu_named
 from torchtune_adaptive.rehearse.interface import GPU, rehearse
@@ -71,6 +71,8 @@ def _expand(defaults: Mapping[str, Any], entry: Mapping[str, Any]) -> list[Case]
     options = {name: given[name] for name in given if name not in {*vars(expected), "name", "gpu", "ranks"}}
     cases = []
     for ranks, gpu in product(_several(given, "ranks", None), _several(given, "gpu", GPU)):
+        if ranks is not None and not is_whole(ranks, at_least=1):
+            raise ConfigError(f"ranks has {ranks!r}: a whole number from 1, or a list of such numbers, is needed")
         name = printable(f"{given.get('name', command)}, {gpu}")
         name += f" × {ranks}" if isinstance(given.get("ranks"), list) else ""
         cases.append(Case(name, gpu_named(str(gpu)), ranks, options, expected))
@@ -92,7 +94,7 @@ def run_cases(path: Path, *, shard: tuple[int, int], jobs: int, junit: str, upda
     if not cases:
         print(f"shard {shard[0]}/{shard[1]} has no case", file=sys.stderr)
     peaks, recorded = path.with_suffix(".peaks.json"), read_peaks(path.with_suffix(".peaks.json"))
-    ended = dict[str, SweepRow]()
+    ended, unwritten = dict[str, SweepRow](), ""
     for name, found in in_parallel(_rehearse, {name: (case,) for name, case in cases.items()}, jobs):
         print(f"{name}: {found.verdict()}", file=sys.stderr, flush=True)
         if found.output:
@@ -106,7 +108,11 @@ def run_cases(path: Path, *, shard: tuple[int, int], jobs: int, junit: str, upda
         grown = found.run_peaks["allocated_bytes"] - before["allocated_bytes"] if before else None
         ended[name] = SweepRow(cases[name].gpu, found, name, failures, text, grown)
         if junit:  # after each case, so that a job that is stopped has results
-            replace_file(Path(junit), _junit(printable(path.name), [ended[name] for name in cases if name in ended]))
+            done = [ended[name] for name in cases if name in ended]
+            try:
+                replace_file(Path(junit), _junit(printable(path.name), done))
+            except OSError as error:
+                unwritten = f"error: {junit} cannot be written: {reason(error)}"
     rows = [ended[name] for name in cases]
     if as_json:
         print(json.dumps([row.as_dict() for row in rows], indent=2))
@@ -115,7 +121,9 @@ def run_cases(path: Path, *, shard: tuple[int, int], jobs: int, junit: str, upda
         cpu_s = sum(row.found.cpu_s for row in rows)
         total = f"{count_of(len(rows), 'case')}, {len(failed)} not as expected, {cpu_s:.0f} CPU s"
         print(as_table(rows), total, *failed, sep="\n\n")
-    return max((2 if row.fits is None else 1 for row in rows if row.failures), default=0)
+    if unwritten:
+        print(unwritten, file=sys.stderr)
+    return max([0, 2 * bool(unwritten), *(2 if row.fits is None else 1 for row in rows if row.failures)])
 
 
 def _rehearse(case: Case) -> RehearsalResult:

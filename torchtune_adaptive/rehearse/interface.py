@@ -49,8 +49,14 @@ def rehearse(
     for name, value, least in ("ranks", ranks, 1), ("rank", rank, 0), ("devices", devices, 1), ("steps", steps, 0):
         if value is not None and not is_whole(value, at_least=least):
             raise ConfigError(f"{name} is {value!r}: pass a whole number from {least}")
-    if timeout is not None and not (type(timeout) in (int, float) and 0 < timeout < float("inf")):
-        raise ConfigError(f"timeout is {timeout!r}: pass the seconds after which the script is killed")
+    for name, number, limits in ("timeout", timeout, (0.001, 1e6)), ("skew", skew, (1, 1e6)):
+        if number is not None and not (type(number) in (int, float) and limits[0] <= number <= limits[1]):
+            raise ConfigError(f"{name} is {number!r}: pass a number from {limits[0]} to {limits[1]:,.0f}")
+    several = [*together] if isinstance(together, list | tuple) else [] if together is True else None
+    if (several is None and together is not False) or not all(is_whole(each, at_least=0) for each in several or ()):
+        raise ConfigError(f"together is {together!r}: pass True or a list of ranks")
+    if not (isinstance(fixed, Mapping | None) and all(is_whole(each, at_least=0) for each in (fixed or {}).values())):
+        raise ConfigError(f"fixed is {fixed!r}: pass whole numbers by FILE:LINE")
     if rank and together is not False:
         raise ConfigError("--together reports the fullest rank, and --rank a single one: leave out one of them")
     if without_data and not any(Path(word).name.startswith("adaptive_") for word in words):
@@ -60,9 +66,8 @@ def rehearse(
     card = gpu_named(gpu) if isinstance(gpu, str) else gpu
     if memory is not None:
         card = card._replace(memory=parse_bytes(memory, "memory"))
-    several = None if together is False else [] if together is True else list(together)
     settings = RankSettings(
-        max([rank, *(several or [])]), ranks, steps=steps, devices=devices, together=several, skew=max(1, skew),
+        max([rank, *(several or [])]), ranks, steps=steps, devices=devices, together=several, skew=skew,
         overhead_bytes=None if memory_overhead is None else parse_bytes(memory_overhead, "memory_overhead"),
         fixed=fixed or {}, timeout=timeout, without_data=without_data,
     )  # fmt: skip

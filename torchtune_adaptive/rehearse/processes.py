@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -19,8 +20,6 @@ INTERRUPT_S = 10
 """A script that is interrupted but does not end is killed after this time."""
 _ERROR_LINE = re.compile("error|exception|fail|abort|cannot|invalid|refuse", re.IGNORECASE)
 _END_WITH_PARENT = 1  # PR_SET_PDEATHSIG
-_CARD = "NULL_CUDA_"
-"""Begins the variables of a null device, which may differ between commands that share imports."""
 
 
 def end_with_parent() -> None:
@@ -45,14 +44,18 @@ class _Server:
     def start(self, request: Mapping[str, Any], shown: int, errors: int) -> None:
         """Fork a process that runs a command with this output and standard error."""
         self._channel.settimeout(None)
-        with suppress(ConnectionError):  # if the server has ended, `wait` returns its status
-            socket.send_fds(self._channel, [json.dumps(request).encode()], [shown, errors])
+        with tempfile.TemporaryFile() as file:  # a message of the channel cannot be long
+            file.write(json.dumps(request).encode())
+            file.seek(0)
+            with suppress(ConnectionError):  # if the server has ended, `wait` returns its status
+                socket.send_fds(self._channel, [b"start"], [file.fileno(), shown, errors])
         self._pid = int(self._receive() or 0)
 
     def wait(self, seconds: float | None = None) -> dict[str, Any]:
         """Return the command's exit status, and the CPU seconds of the command and, for the first one, of imports."""
         self._channel.settimeout(seconds)
-        answer, self._pid = self._receive(), 0
+        if answer := self._receive():
+            self._pid = 0
         return json.loads(answer) if answer else {"status": self._process.wait(), "cpu_s": 0.0}
 
     def _receive(self) -> bytes:
@@ -63,9 +66,10 @@ class _Server:
 
     def signal(self, number: int) -> None:
         """Send a signal to the running command and to the processes that it has started."""
-        with suppress(ProcessLookupError):
-            if self._pid:
-                os.killpg(self._pid, number)
+        for send in (os.killpg, os.kill) if self._pid else ():  # a script can leave its process group
+            with suppress(ProcessLookupError):
+                return send(self._pid, number)
+        return None
 
     def close(self) -> None:
         """End the server, and the command if it runs."""
@@ -80,22 +84,14 @@ class _Server:
         return self._process.poll() is None
 
 
-_kept: dict[str, _Server] | None = None
-"""Servers by their environment; None: each command has its own."""
+_kept: list[_Server] | None = None
+"""The server of the last command; None: each command has its own."""
 
 
 def share_imports() -> None:
-    """From now on, let all commands of this process that have the same environment share the imports of torch."""
+    """Let all later commands of this process share the imports of torch. Its folder and environment must not change."""
     global _kept
-    _kept = {}
-
-
-def end_shared_imports() -> None:
-    """End the processes whose imports were shared."""
-    global _kept
-    kept, _kept = _kept or {}, None
-    for server in kept.values():
-        server.close()
+    _kept = []
 
 
 def execute(
@@ -105,20 +101,19 @@ def execute(
 
     Return the exit status, CPU seconds, the last error, and whether Ctrl-C or the timeout (in seconds) ended it.
     """
-    imported = json.dumps({name: environ[name] for name in sorted(environ) if not name.startswith(_CARD)})
-    card = {name: environ[name] for name in environ if name.startswith(_CARD)}
+    global _kept
     printed, shown = bytearray(), output.fileno() if output else 2
     reading, errors = os.pipe()
-    copying = threading.Thread(target=_copy, args=(reading, shown, printed), daemon=True)
+    copying = threading.Thread(target=_copy, args=(reading, os.dup(shown), printed), daemon=True)
     copying.start()
     server = None
     with interrupted_by_signals():
         try:
-            server = (_kept or {}).pop(imported, None) or _Server(environ, shown, errors)
-            server.start({**request, "card": card, "current": os.getcwd()}, shown, errors)
+            server = _kept.pop() if _kept and _kept[0].runs else _Server(environ, shown, errors)
+            server.start({**request, "environ": dict(environ)}, shown, errors)
             ended = _wait(server, timeout)
             if _kept is not None and server.runs and not ended["interrupted"]:
-                _kept[imported], server = server, None
+                _kept, server = [server], None
         finally:
             if server is not None:
                 server.close()
@@ -142,13 +137,14 @@ def _wait(server: _Server, timeout: float | None) -> dict[str, Any]:
 
 
 def _copy(source: int, to: int, last: bytearray) -> None:
-    """Copy the output of a script, and keep the last 8 KiB in `last`."""
+    """Copy the output of a script, keep the last 8 KiB in `last`, and close both files."""
     while part := os.read(source, 2**16):
         last += part
         del last[: -(2**13)]
         with suppress(OSError):
             os.write(to, part)
     os.close(source)
+    os.close(to)
 
 
 def _last_error(printed: str) -> str:
@@ -166,6 +162,9 @@ def interrupted_by_signals() -> Iterator[None]:
     def end(*_: object) -> None:
         raise KeyboardInterrupt
 
+    if threading.current_thread() is not threading.main_thread():  # only this one can handle signals
+        yield
+        return
     before = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)}
     try:
         yield

@@ -68,47 +68,43 @@ def serve(channel_number: str) -> None:
         os.dup2(nowhere.fileno(), 1)
         os.dup2(nowhere.fileno(), 2)
     cpu_s = time.process_time()
-    while (received := socket.recv_fds(channel, 2**20, 2))[0]:
-        request, outputs, *_ = received
+    while files := socket.recv_fds(channel, 64, 3)[1]:
+        with open(files[0]) as file:
+            request = json.load(file)
         if (process := os.fork()) == 0:
             channel.close()
-            for at, output in enumerate(outputs, 1):
+            for at, output in enumerate(files[1:], 1):
                 os.dup2(output, at)
                 os.close(output)
-            _begin(fake_ranks, values, **json.loads(request))
-        for output in outputs:
+            main(fake_ranks, values, **request)
+        for output in files[1:]:
             os.close(output)
         with suppress(PermissionError, ProcessLookupError):
             os.setpgid(process, process)
         channel.send(str(process).encode())
         os.waitid(os.P_PID, process, os.WEXITED | os.WNOWAIT)
-        os.killpg(process, signal.SIGKILL)  # ends what the script has started, while no other process can have this ID
+        with suppress(ProcessLookupError):  # end what the script has started, while no other process can have this ID
+            os.killpg(process, signal.SIGKILL)
         _, status, usage = os.wait4(process, 0)
         answer = {"status": os.waitstatus_to_exitcode(status), "cpu_s": cpu_s + usage.ru_utime + usage.ru_stime}
         channel.send(json.dumps(answer).encode())
         cpu_s = 0
 
 
-def _begin(
-    fake_ranks: FakeRanks, values: DeviceValues, *, card: Mapping[str, str], current: str, record: str,
-    settings: Mapping[str, Any], command: Sequence[str],
+def main(
+    fake_ranks: FakeRanks, values: DeviceValues, *, environ: Mapping[str, str], record: str,
+    given: Mapping[str, Any], command: Sequence[str],
 ) -> NoReturn:  # fmt: skip
-    """Prepare a forked process, and run the command in it."""
+    """In a forked process, run the command, write its record into a folder, and end with the exit status."""
     os.setpgid(0, 0)
     end_with_parent()
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    os.environ.update(card)
-    os.chdir(current)
+    os.environ.clear()
+    os.environ.update(environ)
+    folder, settings = Path(record), RankSettings(**given)
     # Python frees tensors in cycles when it collects all garbage, whose time would depend on the compiler's cache
     gc.set_threshold(*gc.get_threshold()[:2], 10_000)
     gc.collect()  # then count new objects from 0
-    main(fake_ranks, values, Path(record), RankSettings(**settings), command)
-
-
-def main(
-    fake_ranks: FakeRanks, values: DeviceValues, folder: Path, settings: RankSettings, command: Sequence[str]
-) -> NoReturn:
-    """Run the command, write its record into the folder, and end this process with the exit status."""
     if program_of(command).startswith(("accelerate", "trl")):
         replace_simple_launcher(run)
     recorder = StepRecorder(folder / str(settings.rank), settings)

@@ -159,7 +159,7 @@ def rehearse_once(
     device = environment(memory=memory["usable_bytes"], devices=settings.devices_of(likely), capability=gpu.capability)
     environ = script_environment({**DEFAULTS, **os.environ, **_FIXED, **device})
     with tempfile.TemporaryDirectory() as folder:
-        request = {"record": folder, "settings": settings._asdict(), "command": command}
+        request = {"record": folder, "given": settings._asdict(), "command": command}
         ending = execute(request, environ, settings.timeout, output)
         found = RehearsalResult.read_ranks(Path(folder), **memory, gpu=gpu, **ending)
     if settings.together is None and NEEDS_OTHERS in str(found.end.get("error")):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import multiprocessing
 import os
 import re
@@ -10,6 +9,7 @@ import signal
 import sys
 from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
 from typing import Any, NamedTuple, TypeVar
 
@@ -18,6 +18,7 @@ from torchtune_adaptive.formatting import count_of
 from torchtune_adaptive.rehearse.gpus import Gpu
 from torchtune_adaptive.rehearse.processes import end_with_parent, interrupted_by_signals, share_imports
 from torchtune_adaptive.rehearse.result import GIB, RehearsalResult
+from torchtune_adaptive.rehearse.start import CannotRehearse
 from torchtune_adaptive.rehearse.step_time import UNCERTAINTY, StepTime, seconds_text
 
 _RANGE = re.compile(r"\{(\d+):(\d+)\}")
@@ -41,24 +42,9 @@ class SweepRow(NamedTuple):
     """The allocated memory above the recorded peak of the case."""
 
     @property
-    def ranks(self) -> int:
-        """The number of ranks."""
-        return self.found.ranks
-
-    @property
     def fits(self) -> bool | None:
         """None if the rehearsal gave no answer."""
         return self.found.answer
-
-    @property
-    def reserved_bytes(self) -> int:
-        """The peak of the run; if the run does not fit, a lower bound of the memory that it needs."""
-        return self.found.run_peaks["reserved_bytes"]
-
-    @property
-    def allocated_bytes(self) -> int:
-        """The same of allocated memory."""
-        return self.found.run_peaks["allocated_bytes"]
 
     @property
     def time(self) -> StepTime | None:
@@ -70,16 +56,17 @@ class SweepRow(NamedTuple):
         """Return the tokens per second of all ranks; None if unknown."""
         time, work = self.time, self.found.work
         return (
-            work.tokens * self.ranks / work.ranks_per_sample / time.seconds if time and work and work.tokens else None
+            work.tokens * self.found.ranks / work.ranks_per_sample / time.seconds
+            if time and work and work.tokens
+            else None
         )
 
     def as_dict(self) -> dict[str, Any]:
         """Return the row for JSON."""
         time = self.time
         return {
-            "gpu": self.gpu.name, "ranks": self.ranks, "fits": self.fits, "verdict": self.found.verdict(),
-            "allocated_bytes": self.allocated_bytes, "reserved_bytes": self.reserved_bytes,
-            "usable_bytes": self.found.usable_bytes,
+            "gpu": self.gpu.name, "ranks": self.found.ranks, "fits": self.fits, "verdict": self.found.verdict(),
+            **self.found.run_peaks, "usable_bytes": self.found.usable_bytes,
             "seconds": time.seconds if time else None, "range": time.range if time else None,
             "tokens_per_second": self.tokens_per_second, "searches": self.found.searches,
             **({"case": self.name, "failures": self.failures, "cpu_s": self.found.cpu_s} if self.name else {}),
@@ -97,25 +84,18 @@ def compare(
     return [row for row in rows.values() if row is not None]
 
 
-def ranking(row: SweepRow) -> tuple[bool, float]:
-    """Return a sort key by speed; rows that do not fit are last."""
-    return not row.fits, -(row.tokens_per_second or -math.inf)
-
-
 def as_table(rows: Sequence[SweepRow]) -> str:
-    """Return the rows as a table, in which the fastest one is marked."""
-    best = min((row for row in rows if row.tokens_per_second), key=ranking, default=None)
+    """Return the rows as a table."""
     lines = [f"{'gpu':>9} {'ranks':>6}  {'fits':<9} {'reserved, of GiB':>17} {'time per step':>14} {'tokens/s':>10}"]
     lines[0] += "  case" * any(row.name for row in rows)
     for row in rows:
-        time, rate = row.time, row.tokens_per_second
-        needed_bytes = row.reserved_bytes if row.fits else max(row.reserved_bytes, row.found.usable_bytes)
+        time, rate, ranks = row.time, row.tokens_per_second, row.found.ranks
+        needed_bytes = max(row.found.run_peaks["reserved_bytes"], 0 if row.fits else row.found.usable_bytes)
         memory = f"{'' if row.fits else '> '}{needed_bytes / GIB:.1f} of {row.found.usable_bytes / GIB:.1f}"
         lines.append(
-            f"{row.gpu.name:>9} {row.ranks:>6}  {_WORDS[row.fits]:<9} {memory if row.fits is not None else '':>17}"
+            f"{row.gpu.name:>9} {ranks:>6}  {_WORDS[row.fits]:<9} {memory if row.fits is not None else '':>17}"
             f" {seconds_text(time.seconds) if time else '':>14} {f'{rate:,.0f}' if rate else '':>10}"
             + (f"  {count_of(row.found.most_rows, 'row')}" if row.found.most_rows else "")
-            + "  <- fastest" * (row is best and len(rows) > 1 and not row.name)
             + f"  {row.name}" * bool(row.name)
             + (f"  {row.grown_bytes / GIB:+.2f} GiB" if row.grown_bytes is not None and row.fits else "")
             + "  <- NOT AS EXPECTED" * bool(row.failures)
@@ -175,10 +155,12 @@ def in_parallel(
             waiting = {pool.submit(_run_case, work, *case): key for key, case in cases.items()}
             for done in as_completed(waiting):
                 yield waiting[done], done.result()
-        except BaseException:
+        except BaseException as error:
             pool.shutdown(wait=False, cancel_futures=True)
             for worker in multiprocessing.active_children():
                 worker.terminate()
+            if isinstance(error, BrokenProcessPool):
+                raise CannotRehearse("a process of a rehearsal was killed: is this machine out of memory?") from error
             raise
 
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
-from datetime import timedelta
 from typing import Any, TypeVar, cast
 
 import torch
@@ -60,8 +59,6 @@ class Metrics:
         """The peak of this memory is logged with every logged step, and then reset."""
         self._step_began = time.perf_counter()
         self._first, self._latest = (0, ""), ""
-        self._first_step_ended: float | None = None
-        self._samples_since = 0
         self._skipped = 0
         self._logger_failed = False
         if self._shown:
@@ -69,16 +66,10 @@ class Metrics:
             self._logger.log_config(settings.config)  # torchtune's loggers also save it in output_dir
 
     def epoch(
-        self,
-        sizes: EpochSizes,
-        later: Sequence[EpochSizes],
-        steps: Iterable[Item],
-        steps_done: int = 0,
-        unit: str = "steps",
+        self, sizes: EpochSizes, steps: Iterable[Item], steps_done: int = 0, unit: str = "steps"
     ) -> Iterator[Item]:
-        """Yield the steps of an epoch and show their progress. `later` epochs count in the remaining time."""
-        self._samples_per_step, self._left = sizes.samples_per_step, sizes.steps - steps_done
-        self._samples_later = sum(each.steps * each.samples_per_step for each in later)
+        """Yield the steps of an epoch and show their progress."""
+        self._samples_per_step = sizes.samples_per_step
         what = f"epoch {sizes.epoch}"
         with progress_bar(what, sizes.steps, unit, done=steps_done, shown=self._shown, at_once=True) as self._bar:
             self._step_began = time.perf_counter()
@@ -136,15 +127,7 @@ class Metrics:
             self.memory.reset_peak()
 
     def _pace(self, figures: Mapping[str, float], run: Mapping[str, Any]) -> Iterator[str]:
-        """Yield the remaining time, estimated from all steps except the first one; then speed, padding and memory."""
-        now, self._left = time.perf_counter(), self._left - 1
-        if self._first_step_ended is None:
-            self._first_step_ended = now
-        else:
-            self._samples_since += self._samples_per_step
-            per_sample = (now - self._first_step_ended) / self._samples_since
-            samples_left = self._left * self._samples_per_step + self._samples_later
-            yield f"{timedelta(seconds=round(per_sample * samples_left))} left"
+        """Yield speed, padding and memory."""
         yield f"{run['target_tokens_per_second']:,.0f} tokens/s"
         if "padding_fraction" in figures:
             yield f"{100 * figures['padding_fraction']:.0f} % padding"

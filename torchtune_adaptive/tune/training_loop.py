@@ -183,8 +183,7 @@ class TrainingLoop:
             self._validate_if_due()  # the run may have been stopped before a validation that was due
             with run.checkpoints.continue_random_state(run.progress):
                 steps = self.schedule.steps(self.data.loader, sizes, run.progress)
-            later = self.schedule.epochs[run.progress.epochs_run + 1 :]
-            for samples, upcoming in run.metrics.epoch(sizes, later, steps, run.progress.steps_in_epoch, unit):
+            for samples, upcoming in run.metrics.epoch(sizes, steps, run.progress.steps_in_epoch, unit):
                 yield Step(run.progress.step + 1, samples, upcoming)
             run.progress = run.progress.after_epoch(sizes)
             self.save()
