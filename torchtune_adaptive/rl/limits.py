@@ -122,8 +122,9 @@ class LimitFinder:
 
         # Suspend the memory limit, so that an error comes from the search, with the size of the shortage.
         with memory.unlimited():
-            sample, most = worst_sample(self._data, self._settings.adaptive.sequence_length), self._most_tokens
-            prompt = torch.as_tensor(sample["tokens"], dtype=torch.long)[: None if most is None else most - new]
+            tokens = worst_sample(self._data, self._settings.adaptive.sequence_length)["tokens"]
+            room = None if self._most_tokens is None else self._most_tokens - new
+            rollout = worst_rollout(torch.as_tensor(tokens, dtype=torch.long)[:room], new)
             if updates:
                 allocate_gradients(trained_before)
 
@@ -134,7 +135,7 @@ class LimitFinder:
         norm = getattr(stages[name].model, "norm", None)
         return TrainingStep(
             runner=self._stages.runners[name],
-            sample=worst_rollout(prompt, new),
+            sample=rollout,
             cut=Rollout.with_shorter_prompt if generates else Rollout.shortened,
             # A rollout that grows first has a longer answer and, above `knee` tokens, a longer prompt. Generation
             # always allocates the longest answer, so only the prompt grows.

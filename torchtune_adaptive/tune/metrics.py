@@ -65,13 +65,11 @@ class Metrics:
             self._logger = components.build("metric_logger", settings.config)
             self._logger.log_config(settings.config)  # torchtune's loggers also save it in output_dir
 
-    def epoch(
-        self, sizes: EpochSizes, steps: Iterable[Item], steps_done: int = 0, unit: str = "steps"
-    ) -> Iterator[Item]:
+    def epoch(self, sizes: EpochSizes, steps: Iterable[Item], done: int = 0, unit: str = "steps") -> Iterator[Item]:
         """Yield the steps of an epoch and show their progress."""
         self._samples_per_step = sizes.samples_per_step
         what = f"epoch {sizes.epoch}"
-        with progress_bar(what, sizes.steps, unit, done=steps_done, shown=self._shown, at_once=True) as self._bar:
+        with progress_bar(what, sizes.steps, unit, done=done, shown=self._shown, at_once=True) as self._bar:
             self._step_began = time.perf_counter()
             yield from steps
 

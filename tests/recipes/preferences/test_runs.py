@@ -23,11 +23,12 @@ BASE = (
 ONE_MICROBATCH = ("batch_size=16", "gradient_accumulation_steps=1")
 MEASURED = "adaptive.memory_limit=40MiB"
 FIGURES = (
-    *("step", "loss", "lr", "rewards/accuracies", "rewards/margins"),
+    *("step", "loss", "lr", "rewards/margins"),
     *(f"{what}/{answer}" for what in ("rewards", "log_probs") for answer in ("chosen", "rejected")),
 )
 TOLERANCE = {"figures": FIGURES, "rel": 5e-5, "abs": 2e-5}
-"""A reward is beta times a difference of sums of log-probabilities: rounding errors of fp32 scale with the sums."""
+"""A reward is beta times a difference of sums of log-probabilities: rounding errors of fp32 scale with the sums. In the
+first step, all rewards are rounding errors, so `accuracies` is compared only if the microbatches are equal."""
 RSO = ("loss._component_=torchtune.rlhf.loss.RSOLoss", "~loss.beta", "~loss.label_smoothing")
 GROUPS = {
     "full": Group(
@@ -50,7 +51,7 @@ GROUPS = {
         2,
         (*BASE, *RSO, "enable_activation_checkpointing=True", "fsdp_reshard_after_forward=False"),
         {"plain": Run()},
-        **TOLERANCE,
+        **{**TOLERANCE, "figures": (*FIGURES, "rewards/accuracies")},
     ),
     "lora": Group(
         "lora_dpo",
