@@ -168,7 +168,11 @@ def examples(file: Path) -> list[str]:
         cells = [row["case"].rpartition(", ")[0], options, row["gpu"], row["ranks"], allocated, reserved]
         cells += ["yes" if row["fits"] else "no", rate, fits_smaller(row), f"{row['cpu_s']:.0f}"]
         lines.append(f"| {' | '.join(map(str, cells))} |")
-    failed = [f"- {row['case'].rpartition(', ')[0]}: {row['verdict']}" for row in rows if row["fits"] is None]
+    failed = [
+        f"- {row['case'].rpartition(', ')[0]}: {re.sub(r' at [^ ]+:[0-9]+', '', row['verdict'])}"
+        for row in rows
+        if row["fits"] is None
+    ]
     later = [name.rpartition(", ")[0] for name in commands.keys() - {row["case"] for row in rows}]
     return [*lines, "", missing.strip(), *failed, *[f"- not yet: {'; '.join(sorted(later))}"] * bool(later)]
 
