@@ -22,7 +22,7 @@ from tests.simulated_memory import (
     roundings,
 )
 from torchtune_adaptive.engine.limits import MAX_ROWS, Surface, candidate_rows
-from torchtune_adaptive.engine.search import STRATEGIES, History, Peak, Probe, fit_line
+from torchtune_adaptive.engine.search import STRATEGIES, History, Peak, Probe, fit_line, fit_lines
 from torchtune_adaptive.errors import OneRowDoesNotFitError
 
 
@@ -36,7 +36,7 @@ def test_linear_finds_95_percent_of_brute_force_in_four_probes_without_oom(
     result = device.search(round_to="none")
     best = device.brute_force()
     assert 0.95 * best <= result.rows <= best
-    assert result.lines == {f"phase {i}": Surface(a * MIB, b * MIB) for i, (a, b) in enumerate(lines)}
+    assert fit_lines(result.probes) == {f"phase {i}": Surface(a * MIB, b * MIB) for i, (a, b) in enumerate(lines)}
     rounded = device.search()
     assert rounded.rows == 1 << (best.bit_length() - 1)
     for each in (result, rounded):

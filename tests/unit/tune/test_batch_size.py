@@ -32,7 +32,7 @@ def settings(changed: dict[str, Any] | None = None, **adaptive: Any) -> Settings
 def test_row_that_does_not_fit_is_reported_with_its_stage() -> None:
     step, loop = mock.Mock(length=4096, sample={}), mock.Mock()
     step.runner.stage, loop.data.kind, loop.run.settings = "policy", KIND, settings()
-    fails = OneRowDoesNotFitError("one row of 256 tokens needs 2", Remedy.MORE_RANKS, need_bytes=2, budget_bytes=1)
+    fails = OneRowDoesNotFitError("one row of 256 tokens needs 2", Remedy.MORE_RANKS)
     with (
         mock.patch.object(batch_size, "find_max_batch_size", side_effect=fails),
         pytest.raises(OneRowDoesNotFitError) as error,
@@ -40,7 +40,6 @@ def test_row_that_does_not_fit_is_reported_with_its_stage() -> None:
         batch_size.search_rows(loop, step, mock.MagicMock(), most_rows=64)
     assert error.value.fact == "one row of 256 tokens needs 2 (policy; in both answers together)"
     assert error.value.remedies == (Remedy.MORE_RANKS,)
-    assert (error.value.need_bytes, error.value.budget_bytes) == (2, 1)
 
 
 @pytest.mark.parametrize(("asked", "tokenizer", "model"), [(256, 64, None), (64, None, 2048), (None, 128, 64)])
