@@ -105,5 +105,5 @@ def train_with_adapters_of_its_own(folder: Path) -> None:
 
 
 def test_replicas_start_with_the_same_adapters(tmp_path: Path) -> None:
-    """tests/distributed/sharding/test_hybrid.py checks that different ones are refused."""
+    """tests/distributed/sharding/test_fsdp.py checks that different ones are refused."""
     run_on_ranks(4, train_with_adapters_of_its_own, tmp_path / "run", timeout_s=60, in_group=False)
