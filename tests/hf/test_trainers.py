@@ -67,27 +67,19 @@ def tokenizer() -> Any:
     return PreTrainedTokenizerFast(tokenizer_object=words, **special)
 
 
-def even_words(completion_ids: list[list[int]], **_: Any) -> list[float]:
-    """A reward that answers of one prompt differ in."""
-    return [sum(word % 2 == 0 for word in words) / len(words) for words in completion_ids]
-
-
-def tiny_reward_model() -> Any:
-    import torch
-    from transformers import LlamaForSequenceClassification
-
-    from tests.hf.trainers import tiny_llama
-
-    config = tiny_llama(num_labels=1).config
-    torch.manual_seed(0)
-    return LlamaForSequenceClassification(config)
-
-
 def compare(trainer: str, lora: bool, placement: str, **config_options: Any) -> dict[str, Compared]:
     """Collective: 20 steps as they are, by tokens, after two failures, and after a search."""
     os.environ |= {"HF_HUB_OFFLINE": "1", "TRL_EXPERIMENTAL_SILENCE": "1"}
 
-    from tests.hf.trainers import arguments, difference, tiny_llama, train, use_fsdp2
+    from tests.hf.trainers import (
+        arguments,
+        difference,
+        even_words,
+        tiny_llama,
+        tiny_reward_model,
+        train,
+        use_fsdp2,
+    )  # fmt: skip
     from torchtune_adaptive.hf import AdaptiveArguments
 
     if placement == "FSDP2":
