@@ -1176,3 +1176,18 @@ def test_number_of_steps_and_a_missing_launcher_are_reported() -> None:
     assert whole.verdict().startswith("fits: ")
     failed = RehearsalResult(**about, status=1, end={**end, "error": "KeyError: 'LOCAL_RANK'"})
     assert failed.verdict().endswith("put torchrun before the script)")
+
+
+def test_mask_with_one_element_on_the_host_selects_it(rehearse: Rehearse) -> None:
+    script = """
+        import torch
+
+        model = torch.nn.Linear(1024, 1024).cuda()
+        optimizer = torch.optim.SGD(model.parameters())
+        for _ in range(2):
+            keep = model(torch.randn(1, 1024, device="cuda")).mean(1).cpu() > 0.5
+            model(torch.randn(1, 32768, 1024, device="cuda")[keep]).sum().backward()
+            optimizer.step()
+    """
+    answer = rehearse(script)
+    assert answer.found["rank_peaks"][0]["allocated_bytes"] > 2 * 32768 * 1024 * 4

@@ -462,7 +462,7 @@ def _pass_on_marks(given: tuple[Any, ...], result: Any, function: str) -> None:
         return
     if not result.is_cuda and any(hasattr(each, _GUESSED) for each in given):
         setattr(result, _GUESSED, True)
-        if result.dtype is torch.bool and result.numel() > 1:
+        if result.dtype is torch.bool and result.ndim > 0:
             result.fill_(True)  # selects everything, because this needs the most memory
     checks = [known for each in given if (known := getattr(each, _CHECK, None)) is not None]
     if checks and (result.dtype is torch.bool or function == "sum"):
