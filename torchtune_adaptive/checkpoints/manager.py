@@ -188,7 +188,6 @@ class CheckpointManager:
             identity=self._identity,
             saved_at=now(),
             files=store.record_files(written),
-            best_step=progress.best_step if self._settings.keep_best_checkpoint else None,
         )
         store.write_manifest(written, manifest)
         store.publish(self._directory, written, progress.name_of_checkpoint())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any, TypeAlias
@@ -69,9 +68,6 @@ class Progress:
     """Number of data-parallel ranks that have saved this progress."""
     validated_step: int = 0
     """The latest step that was followed by a validation."""
-    best_val_loss: float = math.inf
-    best_step: int | None = None
-    """The step with the lowest validation loss."""
     dataset_samples: int | None = None
 
     @property
@@ -102,11 +98,6 @@ class Progress:
             samples_in_epoch=self.samples_in_epoch + sizes.samples_per_step * ranks,
             step=self.step + 1,
         )
-
-    def after_validation(self, loss: float) -> Progress:
-        """Return the progress after a validation of the current step."""
-        best = replace(self, best_val_loss=loss, best_step=self.step) if loss < self.best_val_loss else self
-        return replace(best, validated_step=self.step)
 
     def after_epoch(self, sizes: EpochSizes) -> Progress:
         """Return the progress at the end of the current epoch."""

@@ -93,8 +93,6 @@ class Manifest:
     """The values that must not change when the run resumes (see `identity.py`)."""
     saved_at: str
     files: Mapping[str, FileRecord]
-    best_step: int | None = None
-    """The step of the checkpoint that is kept because its validation loss is the lowest so far."""
 
 
 @dataclass(frozen=True)
@@ -199,14 +197,13 @@ def publish(directory: OutputDirectory, staged: Path, name: str) -> None:
 
 
 def prune(directory: Path, keep_last: int | None, resumed_from: str | None = None) -> None:
-    """Remove complete checkpoints, except the newest `keep_last`, `resumed_from`, the best, and those of finished runs.
-    Does nothing if `keep_last` is None."""
+    """Remove complete checkpoints, except the newest `keep_last`, `resumed_from`, and those of finished runs. Does
+    nothing if `keep_last` is None."""
     complete = [(found.path, found.manifest) for found in find_checkpoints(directory) if found.manifest]
     if keep_last is None or not complete:
         return
-    best_step = complete[0][1].best_step  # from the newest manifest
     for path, manifest in complete[keep_last:]:
-        if path.name != resumed_from and not manifest.finished and manifest.position.step != best_step:
+        if path.name != resumed_from and not manifest.finished:
             remove(path)
 
 

@@ -72,8 +72,6 @@ def contradictions(settings: Settings) -> Iterator[str]:
             f"run_val_every_n_steps is {settings.run_val_every_n_steps}, but dataset_val is missing: add a section "
             "like dataset, or set run_val_every_n_steps: null"
         )
-    if settings.keep_best_checkpoint and settings.run_val_every_n_steps is None:
-        yield "keep_best_checkpoint is True, but run_val_every_n_steps is null: set it, or keep_best_checkpoint: False"
 
 
 def token_budget(settings: Settings) -> Iterator[str]:

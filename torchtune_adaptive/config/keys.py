@@ -237,9 +237,6 @@ class Settings:
     null: never"""
     batch_size_val: int | None = setting(COUNT | NULL, None)
     """rows of a microbatch in validation. null: as many as training uses at that time"""
-    keep_best_checkpoint: bool = setting(BOOL, False)
-    """save a checkpoint whenever `val_loss` is the lowest so far, and never remove the best one because of
-    `keep_last_n_checkpoints`"""
     clip_grad_norm: float | str | None = setting(ABOVE_ZERO | one_of("inf") | NULL, None)
     compile: bool = setting(BOOL, False)
 

@@ -51,7 +51,6 @@ def with_stand_ins(given: DictConfig, folder: Path) -> DictConfig:
             "metric_logger": {COMPONENT: "torchtune.training.metric_logging.DiskLogger", "log_dir": str(folder)},
             "profiler": None,
             "run_val_every_n_steps": None,
-            "keep_best_checkpoint": False,
             "shuffle": False,
             "resume_from_checkpoint": False,
         }

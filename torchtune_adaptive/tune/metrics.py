@@ -132,14 +132,14 @@ class Metrics:
         if "peak_bytes" in run:
             yield f"{format_bytes(run['peak_bytes'])} of {format_bytes(run['budget_bytes'])}"
 
-    def log_validation(self, step: int, figures: Mapping[str, float], *, best: bool) -> None:
+    def log_validation(self, step: int, figures: Mapping[str, float]) -> None:
         """Log a validation after this step, and exclude its time and memory from the next step."""
         self._step_began = time.perf_counter()
         if self.memory is not None:
             self.memory.reset_peak()
         if self._shown:
             values = ", ".join(f"{name} {value:.4f}" for name, value in figures.items())
-            line = f"step {step}: {values}{' (the lowest loss so far)' * best}"
+            line = f"step {step}: {values}"
             logger.info("%s", line)
             if not math.isfinite(figures["val_loss"]):
                 logger.warning("step %d: the validation loss is not finite; check the samples of dataset_val", step)
@@ -154,8 +154,8 @@ class Metrics:
                 logger.warning("the metric logger failed at step %d: %s; training continues", step, reason(error))
             self._logger_failed = True
 
-    def close(self, progress: Progress) -> None:
-        """Log the first and the last loss and the best validation."""
+    def close(self) -> None:
+        """Log the first and the last loss."""
         if not self._shown:
             return
         step, first = self._first
@@ -163,8 +163,6 @@ class Metrics:
             what = "trained" if THIS_RUN.phase is RunPhase.SAVED else "so far"
             since, directory = "" if step == 1 else f" from step {step}", self._settings.output_dir
             skipped = f" ({count_of(self._skipped, 'update')} skipped)" if self._skipped else ""
-            if progress.best_step is not None:
-                skipped += f", best val_loss {progress.best_val_loss:.4f} after step {progress.best_step}"
             logger.info("%s%s: %s -> %s%s, checkpoints in %s", what, since, first, self._latest, skipped, directory)
         with suppress(OSError):
             self._logger.close()

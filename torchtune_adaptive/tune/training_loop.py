@@ -36,7 +36,7 @@ from torchtune_adaptive.tune.images import with_equal_tiles
 from torchtune_adaptive.tune.metrics import Metrics, StepProfiler, record_epoch
 from torchtune_adaptive.tune.optimizer import Optimization
 from torchtune_adaptive.tune.samples import Sample
-from torchtune_adaptive.tune.validation import LOSS, Validation
+from torchtune_adaptive.tune.validation import Validation
 
 StepSamples = tuple[list[Sample], list[Sample] | None]
 """The samples of a step on this rank, and those of the next step if the schedule looks ahead."""
@@ -208,28 +208,26 @@ class TrainingLoop:
         run.progress = run.progress.after_step(self._sizes, run.devices.ranks)
         self._profiler.step()
         self._stopping = stop_requested
-        best = self._validate_if_due()
-        if run.checkpoints.is_due(run.progress, self._stopping or (best and run.settings.keep_best_checkpoint)):
+        self._validate_if_due()
+        if run.checkpoints.is_due(run.progress, self._stopping):
             self.save()
             run.checkpoints.stop_if_asked(run.progress, self._stopping)
 
-    def _validate_if_due(self) -> bool:
-        """Collective: validate if it is due, and return True if the loss is the lowest so far.
+    def _validate_if_due(self) -> None:
+        """Collective: validate if it is due.
 
         A run that is asked to stop does not validate; when it is resumed, it validates before its first step.
         """
         run, validation = self.run, self.validation
         if validation is None or self._stopping or not validation.is_due(run.progress):
-            return False
+            return
         validation.use_limits_of(self.stages)
         figures = validation.run(run.progress.step, self._sizes.samples_per_step)
         if figures is None:
             self._stopping = True
-            return False
-        run.progress = run.progress.after_validation(figures[LOSS])
-        best = run.progress.best_step == run.progress.step
-        run.metrics.log_validation(run.progress.step, figures, best=best)
-        return best
+            return
+        run.progress = replace(run.progress, validated_step=run.progress.step)
+        run.metrics.log_validation(run.progress.step, figures)
 
     def save(self) -> None:
         """Collective: save a checkpoint of the current position."""
@@ -242,7 +240,7 @@ class TrainingLoop:
         """Collective: log the end of the run, and leave the process group."""
         self.run.checkpoints.close()
         self.stages.training.close()
-        self.run.metrics.close(self.run.progress)
+        self.run.metrics.close()
         self.run.close()
 
 

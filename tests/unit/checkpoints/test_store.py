@@ -160,23 +160,20 @@ def test_manifest_copied_with_the_initial_weights_is_replaced(tmp_path: Path) ->
     finished=st.lists(st.booleans(), min_size=1, max_size=8),
     keep_last=st.none() | st.integers(1, 9),
     resumed_from=st.none() | st.integers(0, 7),
-    best=st.none() | st.integers(0, 7),
 )
-def test_pruning_keeps_newest_final_best_resumed_and_incomplete_checkpoints(
-    finished: list[bool], keep_last: int | None, resumed_from: int | None, best: int | None
+def test_pruning_keeps_newest_final_resumed_and_incomplete_checkpoints(
+    finished: list[bool], keep_last: int | None, resumed_from: int | None
 ) -> None:
     found = [store.FoundCheckpoint(Path("epoch_9"), None, "has no manifest")]
     for serial, last in enumerate(finished):
-        # only the newest checkpoint knows which one is the best
-        known = {"best_step": best if serial == len(finished) - 1 else 0, "finished": last}
         position = Position(epochs=0, steps_in_epoch=serial, step=serial)
         found.insert(
-            0, store.FoundCheckpoint(Path(f"step_{serial}"), manifest(serial, position=position, **known), None)
+            0, store.FoundCheckpoint(Path(f"step_{serial}"), manifest(serial, position=position, finished=last), None)
         )
     removed: list[Path] = []
     with mock.patch.multiple(store, find_checkpoints=lambda _: found, remove=removed.append):
         store.prune(Path(), keep_last, f"step_{resumed_from}")
-    stays = {f"step_{serial}" for serial, last in enumerate(finished) if last or serial in (resumed_from, best)}
+    stays = {f"step_{serial}" for serial, last in enumerate(finished) if last or serial == resumed_from}
     newest = {each.name for each in found[:-1][:keep_last]}
     names = {each.name for each in found}
     assert {path.name for path in removed} == names - stays - newest - {"epoch_9"}

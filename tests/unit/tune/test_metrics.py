@@ -86,7 +86,7 @@ def test_progress_has_speed_padding_and_memory(ours: Metrics, monkeypatch: pytes
 
 
 def test_validation_loss_that_is_not_finite_is_a_warning(ours: Metrics, message: list[str]) -> None:
-    ours.log_validation(4, {"val_loss": 1.5}, best=True)
+    ours.log_validation(4, {"val_loss": 1.5})
     assert message == []
-    ours.log_validation(8, {"val_loss": math.nan}, best=False)
+    ours.log_validation(8, {"val_loss": math.nan})
     assert message == ["step 8: the validation loss is not finite; check the samples of dataset_val"]
