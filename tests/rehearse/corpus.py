@@ -4,9 +4,11 @@ With KNOWN=1, the host computes the values, so a rehearsal predicts the exact pe
 and a rehearsal must not predict less without a warning. A comment marks the line that reads such a value.
 """
 
+import json
 import math
 import os
 import sys
+import tempfile
 from collections.abc import Callable
 
 import numpy as np
@@ -48,16 +50,18 @@ def adaptive_rank(step: int) -> Tensor:
     return model[0](x) + (x @ torch.randn(WIDTH, rank * 8, device="cuda")).sum(1, keepdim=True)
 
 
+def argument_of_a_function(step: int) -> Tensor:
+    def sized(share: float) -> Tensor:
+        return rows(int(share * ROWS))
+
+    return deep(sized((drawn(1) / 2 + 0.5).item()))  # here
+
+
 def array_decides(step: int) -> Tensor:
     scores, x = np.asarray(drawn(64).cpu()) + 0.5, rows()  # here
     if scores.max() > 0.4:
         x = deep(x)
     return model[0](x)
-
-
-def average_of_floats(step: int) -> Tensor:
-    shares = [(drawn(1) / 2 + 0.5).item() for _ in range(4)]  # here
-    return deep(rows(math.ceil(ROWS * np.mean(shares))))
 
 
 def average_of_the_best(step: int) -> Tensor:
@@ -80,17 +84,15 @@ def best_of_n(step: int) -> Tensor:
     return deep(rows(512 * max(len(good), 1)))
 
 
-def bool_of_a_mask(step: int) -> Tensor:
-    mask, x = drawn(64) > 0.1, rows()
-    wide = bool(mask.any())  # here
-    if wide:
-        x = deep(x)
-    return model[0](x)
+def chosen_by_topk(step: int) -> Tensor:
+    lengths, scores = [64, *range(512, ROWS + 1, 512)], torch.arange(9.0).to(where)
+    chosen = scores.topk(1).indices  # here
+    return deep(rows(lengths[chosen.tolist()[0]]))
 
 
-def compared_on_the_host(step: int) -> Tensor:
-    confidence, x = drawn(1) + 0.5, rows()
-    if confidence.cpu() > 0.4:  # here
+def contained(step: int) -> Tensor:
+    drawn_numbers, x = torch.arange(8).to(where) + torch.randint(0, 1, (8,), device=where), rows()
+    if 5 in drawn_numbers:  # here
         x = deep(x)
     return model[0](x)
 
@@ -115,11 +117,6 @@ def distinct_documents(step: int) -> Tensor:
     return deep(rows(len(documents)))
 
 
-def divided_float(step: int) -> Tensor:
-    whole, _ = divmod(ROWS * (drawn(1) / 2 + 0.5).item(), 1)
-    return deep(rows(int(whole)))  # here
-
-
 def early_exit(step: int) -> Tensor:
     confidence, x = drawn(8) / 2, rows()
     for at, layer in enumerate(model):
@@ -137,12 +134,6 @@ def entropy_bonus(step: int) -> Tensor:
     return model[0](x)
 
 
-def entropy_of_an_array(step: int) -> Tensor:
-    shares = drawn(64).softmax(0).float().cpu().detach().numpy()  # here
-    entropy = -(shares * np.log(np.maximum(shares, 1e-9))).sum()
-    return deep(rows(int(ROWS * entropy / 4)))
-
-
 def evaluation_later(step: int) -> Tensor:
     if step == 20:
         with torch.no_grad():
@@ -156,17 +147,17 @@ def expert_of_the_largest_score(step: int) -> Tensor:
     return deep(rows(chosen))
 
 
+def file_of_numbers(step: int) -> Tensor:
+    with tempfile.TemporaryFile("w+") as file:
+        json.dump({"share": float(drawn(1) / 2 + 0.5)}, file)  # here
+        file.seek(0)
+        return deep(rows(math.ceil(ROWS * json.load(file)["share"])))
+
+
 def filtered_experts(step: int) -> Tensor:
     load, x = drawn(8) + 0.1, rows()
     for layer in [each for at, each in enumerate(model) if load[at].item() > 0.05]:  # here
         x = layer(x)
-    return model[0](x)
-
-
-def float_of_a_tensor(step: int) -> Tensor:
-    confidence, x = drawn(1) + 0.5, rows()
-    if float(confidence) > 0.4:  # here
-        x = deep(x)
     return model[0](x)
 
 
@@ -179,9 +170,14 @@ def gate(step: int) -> Tensor:
 
 def gate_in_a_variable(step: int) -> Tensor:
     confidence, x = drawn(1) + 0.5, rows()
-    share = 2 * confidence.item() - 0.1
-    wide = share > 0.5  # here
+    share = 2 * confidence.item() - 0.1  # here
+    wide = share > 0.5
     return deep(x) if wide else model[0](x)
+
+
+def generator_of_sizes(step: int) -> Tensor:
+    sizes = (int(ROWS * share) for share in (drawn(4) / 2 + 0.5).tolist())  # here
+    return deep(rows(sum(sizes)))
 
 
 def gradient_surgery(step: int) -> Tensor:
@@ -207,11 +203,6 @@ def k_from_a_float(step: int) -> Tensor:
     return deep(x[torch.topk(x[:, 0], k).indices])
 
 
-def larger_of_two_floats(step: int) -> Tensor:
-    one, other = drawn(2) + 0.5
-    return deep(rows(int(ROWS * max(one.item(), other.item()))))  # here
-
-
 def layer_drop(step: int) -> Tensor:
     x = rows()
     for layer in model:
@@ -219,14 +210,6 @@ def layer_drop(step: int) -> Tensor:
             continue
         x = layer(x)
     return x
-
-
-def list_of_floats(step: int) -> Tensor:
-    shares, x = drawn(4) + 0.5, rows()
-    for share in shares.tolist():
-        if share > 0.2:  # here
-            x = deep(x)
-    return model[0](x)
 
 
 def longer_rows_later(step: int) -> Tensor:
@@ -244,13 +227,8 @@ def mask_of_an_array(step: int) -> Tensor:
 
 
 def mask_on_the_host(step: int) -> Tensor:
-    copied = (drawn(ROWS) - 0.1).cpu()
-    return deep(rows(len(copied[copied > 0])))  # here
-
-
-def one_of_two_expressions(step: int) -> Tensor:
-    confidence = drawn(1) + 0.5
-    return deep(rows()) if confidence.item() > 0.4 else model[0](rows())  # here
+    copied = (drawn(ROWS) - 0.1).cpu()  # here
+    return deep(rows(len(copied[copied > 0])))
 
 
 def packed_lengths(step: int) -> Tensor:
@@ -258,22 +236,11 @@ def packed_lengths(step: int) -> Tensor:
     return deep(rows(lengths.sum().item()))  # here
 
 
-def plain_float(step: int) -> Tensor:
-    share = float(drawn(1) / 2 + 0.5)  # here
-    length = share * ROWS
-    return deep(rows(math.ceil(length)))
-
-
 def plain_float_of_a_function(step: int) -> Tensor:
     def mean() -> float:
         return float((drawn(8) + 0.5).mean())  # here
 
     return deep(rows()) if mean() > 0.4 else model[0](rows())
-
-
-def range_of_a_float(step: int) -> Tensor:
-    chosen = torch.arange(ROWS * (drawn(1) / 2 + 0.5).item(), device="cuda")  # here
-    return deep(rows()[chosen.long()])
 
 
 def replay_buffer(step: int) -> Tensor:
@@ -287,16 +254,6 @@ def root_of_a_float(step: int) -> Tensor:
     while deviation > 0.1:
         x, deviation = deep(x), deviation / 4
     return model[0](x)
-
-
-def rounded_float(step: int) -> Tensor:
-    share = drawn(1) / 2 + 0.5
-    return deep(rows(round(share.item() * ROWS)))  # here
-
-
-def rounded_root(step: int) -> Tensor:
-    share = float(drawn(1) / 2 + 0.5)  # here
-    return deep(rows(round(ROWS * math.sqrt(share))))
 
 
 def running_average(step: int) -> Tensor:
@@ -318,6 +275,15 @@ def sampled_integer(step: int) -> Tensor:
     return x
 
 
+def scale_of_a_scaler(step: int) -> Tensor:
+    scaler, x = torch.amp.GradScaler(where, init_scale=2.0**16), rows()
+    scaler.scale(drawn(1))
+    scaler._scale *= drawn(1)[0] + 1.0  # type: ignore[operator]
+    if scaler.get_scale() > 2.0:  # here
+        x = deep(x)
+    return model[0](x)
+
+
 def size_from_a_float(step: int) -> Tensor:
     share = drawn(100).mean()
     return deep(rows(math.ceil(ROWS * share.item())))  # here
@@ -331,17 +297,28 @@ def step_is_skipped(step: int) -> Tensor:
     return x
 
 
-def sums_that_decide(step: int) -> Tensor:
-    rewards, x = drawn(64), rows()
-    if sum(each.item() for each in rewards) > 1:  # here
-        x = deep(x)
-    return model[0](x)
+def tensor_of_numbers(step: int) -> Tensor:
+    shares = torch.tensor([(drawn(1) / 2 + 0.5).item() for _ in range(4)])  # here
+    return deep(rows(int(ROWS * shares.mean())))
+
+
+def three_arguments_of_arange(step: int) -> Tensor:
+    chosen = torch.arange(0, ROWS * (drawn(1) / 2 + 0.5).item(), 1, device="cuda")  # here
+    return deep(rows()[chosen.long()])
 
 
 def token_dropping(step: int) -> Tensor:
     scores = drawn(ROWS)
     chosen = (scores > 0.1).nonzero().squeeze(1)  # here
     return deep(rows()[chosen.cuda()])
+
+
+def two_conditions(step: int) -> Tensor:
+    one, other = drawn(2) + 1.0
+    x = rows()
+    if one.item() > 0.5 and other.item() > 0.5:  # here
+        x = deep(x)
+    return model[0](x)
 
 
 def unfrozen_later(step: int) -> Tensor:
@@ -376,6 +353,13 @@ def while_any(step: int) -> Tensor:
     while (p < 0.9).any() and at < 16:  # here
         x, p, at = model[at % 8](x), p + 0.1, at + 1
     return x
+
+
+def wider_with_the_loss(step: int) -> Tensor:
+    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(torch.optim.SGD(model.parameters()), "max", patience=0)
+    for value in (drawn(4).sort(descending=True).values + 1.0).tolist():  # here
+        plateau.step(value)
+    return deep(rows(ROWS if plateau.optimizer.param_groups[0]["lr"] < 1e-3 else 512))
 
 
 def train(forward: Callable[[int], Tensor], steps: int) -> None:

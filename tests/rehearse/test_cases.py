@@ -138,9 +138,9 @@ def test_cases_share_imports_and_nothing_else(tmp_path: Path) -> None:
     assert ended.returncode == 0, ended.stdout + ended.stderr
     together, seen = json.loads(ended.stdout), (tmp_path / "seen.txt").read_text().splitlines()
     assert len({line.split()[0] for line in seen}) == 1
-    assert [line.split(maxsplit=1)[1] for line in seen] == [
+    assert {line.split(maxsplit=1)[1] for line in seen} == {
         f"(None, None) {row['ranks']} {row['usable_bytes']} {8 + (row['gpu'] == 'h100')}" for row in together
-    ]
+    }
     wait_until(lambda: not Path("/proc", (tmp_path / "child.txt").read_text()).exists(), 20)
     alone = run_program(
         tmp_path, "tune-adaptive", "rehearse", "--gpu", "h100", "--ranks", "2", "--memory-overhead", "2GiB",

@@ -512,7 +512,7 @@ def test_error_drawn_in_a_box_is_shown_as_text(end: str, shown: str, rehearse: R
         ({}, ("--gpu", "h1000"), "unknown GPU 'h1000'"),
         ({}, ("--ranks", "0"), "argument --ranks: 0 is not a number from 1"),
         ({}, ("--ranks", "1,x"), "is not a number from 1"),
-        ({}, ("--steps", "-1"), "argument --steps: -1 is not a number from 0"),
+        ({}, ("--steps", "-1"), "argument --steps: -1 is not a whole number from 0"),
         ({}, ("--devices", "17"), "argument --devices: invalid choice: 17"),
         ({}, ("--fixed", "12=512"), "argument --fixed: 12=512 is not a line and a number, as in train.py:12=512"),
         ({}, ("--", "deepspeed", "--num_gpus", "8", "train.py"), "cannot be followed: rehearse train.py "),
@@ -565,11 +565,7 @@ def test_host_values_are_read_and_values_computed_on_the_card_are_guessed_and_re
     """
     answer = rehearse(script)
     assert answer.status == 0, answer.printed
-    assert [each["what"] for each in answer.found["guesses"]] == ["mask", "integer", "integer", "mask"]
-    assert [each["line"] for each in answer.found["guesses"]] == _marked(script)
-    text = rehearse(script, json_format=False).found
-    assert re.search(r"; sizes may depend on a guessed value at train.py:\d+, .* \(see below\)$", text.splitlines()[0])
-    assert "an integer that a kernel would have computed was read as 0 at train.py:" in text
+    assert _lines(answer.found["places_read"]) == _marked(script)
 
 
 def test_values_changed_or_made_unique_on_the_card_are_guessed(rehearse: Rehearse) -> None:
@@ -605,7 +601,7 @@ def test_values_changed_or_made_unique_on_the_card_are_guessed(rehearse: Rehears
     answer = rehearse(dedent(script) + dedent(ONE_STEP))
     assert answer.status == 0, answer.printed
     assert answer.printed.startswith("10\n[5, 9] 9\n")
-    assert [each["line"] for each in answer.found["guesses"]] == _marked(script)
+    assert _lines(answer.found["places_read"]) == _marked(script)
 
 
 def test_values_computed_on_the_card_are_guessed_on_the_host_too(rehearse: Rehearse) -> None:
@@ -637,7 +633,7 @@ def test_values_computed_on_the_card_are_guessed_on_the_host_too(rehearse: Rehea
     """
     answer = rehearse(dedent(script) + dedent(ONE_STEP))
     assert answer.printed.startswith(f"{[0] * 8 + [0, 64, 64, 64, 0, 0, 7, 5]} [3, 4] [True, False]\n"), answer.printed
-    assert [each["line"] for each in answer.found["guesses"]] == _marked(script)
+    assert _lines(answer.found["places_read"]) == _marked(script)
 
 
 def test_integers_that_the_user_states_are_read_and_no_longer_guessed(rehearse: Rehearse) -> None:
@@ -655,15 +651,16 @@ def test_integers_that_the_user_states_are_read_and_no_longer_guessed(rehearse: 
     script = dedent(script) + dedent(ONE_STEP)
     guessed, at = rehearse(script), _marked(script)
     assert guessed.printed.startswith("0 0 1 0\n")
-    assert [(each["what"], each["line"]) for each in guessed.found["guesses"]] == [("integer", each) for each in at]
+    assert _lines(guessed.found["places_read"])[:4] == at
+    assert guessed.found["guesses"] == [f"train.py:{at[0]}"]
     stated = [f"--fixed=train.py:{line}={number}" for line, number in zip(at, (512, 3, 7, 9), strict=True)]
     fixed = rehearse(script, *stated)
     assert fixed.printed.startswith("512 3 7 9\n")
     assert fixed.found["guesses"] == []
     assert fixed.found["rank_peaks"][0]["allocated_bytes"] >= 2**31 > guessed.found["rank_peaks"][0]["allocated_bytes"]
     assert "guessed" not in fixed.found["verdict"]
-    text = rehearse(script, *stated[:3], "--fixed", f"train.py:{at[3] + 1}=9", json_format=False).found  # a wrong line
-    assert f"sizes may depend on a guessed value at train.py:{at[3]} (see below)" in text
+    text = rehearse(script, *stated[1:], "--fixed", f"train.py:{at[0] + 1}=9", json_format=False).found  # a wrong line
+    assert f"memory depends on a guessed value at train.py:{at[0]} (see below)" in text
 
 
 def test_tensors_that_are_printed_or_checked_for_overflow_are_not_reported(rehearse: Rehearse) -> None:
@@ -730,7 +727,8 @@ def test_generation_in_inference_mode_ends_at_its_limit(rehearse: Rehearse) -> N
     """
     answer = rehearse(dedent(script) + dedent(ONE_STEP))
     assert answer.printed.startswith("tokens 7\n"), answer.printed
-    assert answer.found["guesses"] == []
+    assert answer.found["guesses"] == ["train.py:12"]  # it may end earlier
+    assert "guessed" not in answer.found["verdict"]
 
 
 def test_counts_and_comparisons_of_host_values_are_known(rehearse: Rehearse) -> None:
@@ -754,7 +752,7 @@ def test_counts_and_comparisons_of_host_values_are_known(rehearse: Rehearse) -> 
     """
     answer = rehearse(dedent(script) + dedent(ONE_STEP))
     assert answer.status == 0, answer.printed
-    assert [each["line"] for each in answer.found["guesses"]] == _marked(script)
+    assert _lines(answer.found["places_read"]) == _marked(script)
 
 
 def test_arithmetic_on_integers_of_the_host_gives_sizes_and_masks(rehearse: Rehearse) -> None:
@@ -796,8 +794,7 @@ def test_arithmetic_on_integers_of_the_host_gives_sizes_and_masks(rehearse: Rehe
     """
     answer = rehearse(dedent(script) + dedent(ONE_STEP))
     assert answer.status == 0, answer.printed
-    assert {Path(each["file"]).name for each in answer.found["guesses"]} == {"train.py"}
-    assert [each["line"] for each in answer.found["guesses"]] == _marked(script)
+    assert _lines(answer.found["places_read"]) == _marked(script)
 
 
 CHILDREN = """
@@ -1058,8 +1055,7 @@ def test_tokens_are_spread_evenly_over_the_experts_of_all_ranks(rehearse: Rehear
     """
     answer = rehearse(dedent(script) + dedent(ONE_STEP), "--ranks", "4")
     assert answer.printed.count("exchanged 1024\n") == 2, answer.printed
-    assert {each["line"] for each in answer.found["guesses"]} == {*_marked(script)}
-    assert answer.found["guesses"][0]["what"] == "routing"
+    assert _lines(answer.found["routing"]) == _marked(script)
     skewed = script.replace("[64] * 16", "[128] * 8 + [0] * 8").replace(
         "bincount(chosen)", "bincount(chosen, minlength=16)"
     )
@@ -1067,6 +1063,11 @@ def test_tokens_are_spread_evenly_over_the_experts_of_all_ranks(rehearse: Rehear
     for rank, rows in (0, 2048), (3, 0):
         answer = rehearse(skewed, "--ranks", "4", "--rank", str(rank), "--skew", "2")
         assert answer.printed.count(f"exchanged {rows}\n") == 2, answer.printed
+
+
+def _lines(places: list[str]) -> list[int]:
+    """Return the lines of places in the script, without those in libraries."""
+    return [int(each.rpartition(":")[2]) for each in places if each.startswith("train.py:")]
 
 
 def _marked(script: str) -> list[int]:

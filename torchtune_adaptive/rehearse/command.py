@@ -64,7 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument(
         "--fixed", type=_fixed, action="append", default=[], metavar="FILE:LINE=N",
-        help="let this line read the integer N from the GPU, instead of 0; the report names such lines",
+        help="let this line read N from the GPU; the report names lines whose values matter",
     )  # fmt: skip
     parser.add_argument("--timeout", type=float, metavar="S", help="kill the script after S seconds")
     parser.add_argument(
@@ -140,8 +140,8 @@ def _shard(text: str) -> tuple[int, int]:
     return int(found[1]), int(found[2])
 
 
-def _fixed(text: str) -> tuple[str, int]:
-    if not re.fullmatch(r".+:\d+=\d+", text):
+def _fixed(text: str) -> tuple[str, float]:
+    found = re.fullmatch(r"(.+:\d+)=(-?\d+(\.\d+)?)", text)
+    if found is None:
         raise argparse.ArgumentTypeError(f"{text} is not a line and a number, as in train.py:12=512")
-    place, _, number = text.rpartition("=")
-    return place, int(number)
+    return found[1], float(found[2]) if found[3] else int(found[2])

@@ -1,4 +1,4 @@
-"""Supply the values that a script reads from a null device, which runs no kernels; report guesses of sizes."""
+"""Supply the values that a script reads from a null device, which runs no kernels."""
 
 from __future__ import annotations
 
@@ -15,15 +15,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.optim.optimizer import _get_value
 from torch.utils._device import _device_constructors
 from torch.utils._pytree import tree_leaves, tree_map
 
 from torchtune_adaptive.null_cuda import settle
 from torchtune_adaptive.rehearse.fake_ranks import after_import
-from torchtune_adaptive.rehearse.guesses import FOLLOWED, LOST, TORCH, GuessedFloat, Guesses, caller
+from torchtune_adaptive.rehearse.guesses import Guesses
 from torchtune_adaptive.rehearse.recording import record_fake
-from torchtune_adaptive.rehearse.result import INTEGER, MASK, NEEDS_OTHERS, ROUTING
+from torchtune_adaptive.rehearse.result import NEEDS_OTHERS
 
 LARGE, LARGE_TO_SEND = 2**23, 2**20
 """Tensors with at least `LARGE` elements are not computed, and those with at least `LARGE_TO_SEND` are not sent."""
@@ -53,9 +52,8 @@ _MESSAGES = (
 _BETWEEN_TWO = ("send", "recv_", "recv_any_source_")
 _RECEIVING = ("broadcast_", "scatter_", "recv_", "recv_any_source_")
 """Operations after which a tensor has the values of another rank."""
-_CHECK, _ALL, _GUESSED = "_null_device_check", "_null_device_all", "_null_device_guessed"
-"""Attributes of tensors: of checks for NaN and infinity, with the result of the check; of results of `all`; and of
-unknown floats on the host."""
+_CHECK, _ALL = "_null_device_check", "_null_device_all"
+"""Attributes of tensors: of checks for NaN and infinity, with the result of the check; and of results of `all`."""
 _CHECKS = {"isfinite": True, "isnan": False, "isinf": False}
 _NEGATIONS = ("logical_not", "__invert__")
 
@@ -75,14 +73,12 @@ class DeviceValues:
     """Replaces the functions that read values from the device.
 
     Values are correct if they are integers, masks or single floats that come from the host, or integers and masks that
-    are computed from these (by `_RETURN_INTEGERS`, below `LARGE`). All other values are guessed: numbers are 0, masks
-    select everything, checks for NaN are false, and `all` and assertions are true. A condition that ends a loop or a
-    function gets the result with which these go on, so that generation runs to its limit. Indices of `topk` are
-    spread evenly, so that all experts get equally many tokens.
+    are computed from these (by `_RETURN_INTEGERS`, below `LARGE`). All other values are chosen by `Guesses`. Checks for
+    NaN are false, and `all` is true. Indices of `topk` are spread evenly, so that all experts get equally many tokens.
     """
 
     def __init__(self) -> None:
-        self.guesses = GuessedFloat.guesses = Guesses()
+        self.guesses = Guesses()
         self.alone = True
         """True if the other ranks do not run."""
         self.skew = 1.0
@@ -115,9 +111,11 @@ class DeviceValues:
             setattr(torch.Tensor, name, self._change_on_host_too(getattr(torch.Tensor, name)))
         for name in _CREATE:
             setattr(torch, name, self._create_on_host_too(getattr(torch, name)))
-        torch.Tensor.item = self._guess_item(torch.Tensor.item)  # type: ignore[method-assign,assignment]
-        for name in "__bool__", "__int__", "__float__", "tolist", "numpy", "__array__":
-            setattr(torch.Tensor, name, self._leave_torch(getattr(torch.Tensor, name)))
+        tensors: Any = torch.Tensor
+        events: Any = torch.cuda.Event
+        to_list, elapsed = tensors.tolist, events.elapsed_time
+        tensors.tolist = lambda tensor: to_list(tensor.cpu())
+        events.elapsed_time = lambda event, end: self.guesses.duration(elapsed(event, end))
         for where, name in product((torch.Tensor, torch), _CHECKS):
             setattr(where, name, _check(getattr(where, name)))
 
@@ -129,6 +127,7 @@ class DeviceValues:
 
             dynamo.populate_builtin_to_tensor_fn_map = populate  # Dynamo cannot trace the replacements
 
+        torch.jit._builtins._builtin_table = None  # TorchScript finds the replaced functions when it builds this again
         self._carry_messages()
         after_import("torch._dynamo.variables.builtin", show_originals)
         atexit.register(self._writes.clear)  # at the end of the process, a StorageWeakRef cannot be deleted
@@ -163,12 +162,23 @@ class DeviceValues:
         else:
             for each in written if known and reduction == dist.ReduceOp.SUM else ():
                 _on_host(each).mul_(group.size())
+            if known and group.size() > 1:
+                self._change_what_others_send(name, reduction, written, group)
             if known and name == "alltoall_base_" and not args[3]:  # all ranks send the same data, in equal parts
                 part = _on_host(sent[0]).view(group.size(), -1)[group.rank()]
                 _on_host(written[0]).view(group.size(), -1).copy_(part)
         for each in written if known else ():
             self._note_write(each)
         return result
+
+    def _change_what_others_send(self, name: str, reduction: Any, written: list[torch.Tensor], group: Any) -> None:
+        """Let `Guesses` change the integers of other ranks in the result of a reduction or a gather."""
+        found = [_on_host(each) for each in written if not each.is_floating_point() and each.dtype is not torch.bool]
+        if name == "allreduce_" and reduction in (dist.ReduceOp.SUM, dist.ReduceOp.MAX):
+            self.guesses.from_others(found)
+        elif found and name in ("_allgather_base_", "allgather_"):
+            parts = found[0].view(group.size(), -1) if name == "_allgather_base_" else found
+            self.guesses.from_others([each for at, each in enumerate(parts) if at != group.rank()])
 
     def _track_copy(self, function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         """Wrap a function that copies: record copies to the device, and replace unknown values in copies from it."""
@@ -193,8 +203,6 @@ class DeviceValues:
                 self._note_write(copied)
             elif from_device and not copied.is_cuda and copied.numel() < LARGE:
                 self._replace_unknown_values(copied.detach(), source)
-                if copied.is_floating_point() and self._source_of(source) is not Source.HOST:
-                    setattr(copied, _GUESSED, True)
             return copied
 
         return copy
@@ -218,7 +226,7 @@ class DeviceValues:
         @functools.wraps(function)
         def compute(*args: Any, **kwargs: Any) -> Any:
             result = function(*args, **kwargs)
-            _pass_on_marks(args, result, name)
+            _pass_on_checks(args, result, name)
             if not self._can_be_known(result, floats=name in _TO_ROUND):
                 return result
             given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
@@ -227,7 +235,7 @@ class DeviceValues:
             known = [each for each in given if not each.is_cuda or (each.numel() < LARGE and self._was_written(each))]
             if len(known) == len(given):
                 if self._routes and name in _COUNTS:
-                    self.guesses.integer(ROUTING)
+                    self.guesses.routing()
                 # the CPU's histc supports only floats
                 convert = partial(_on_host, as_float=name == "histc")
                 found = function(*tree_map(convert, args), **tree_map(convert, kwargs))
@@ -252,7 +260,7 @@ class DeviceValues:
             if self._can_be_known(result.indices):
                 self._routes, last = True, result.indices.movedim(dim, -1)
                 used = max(k, round(tensor.shape[dim] / self.skew))
-                spread = torch.arange(last.numel(), device="cpu") % used
+                spread = (torch.arange(last.numel(), device="cpu") + self.guesses.offset(used)) % used
                 self._write(result.indices, spread.view(last.shape).movedim(-1, dim))
             return result
 
@@ -268,7 +276,7 @@ class DeviceValues:
             result = function(*args, **kwargs)
             if known and given:
                 if self._routes and function.__name__ == "scatter_":  # by which a router may mark experts
-                    self.guesses.integer(ROUTING)
+                    self.guesses.routing()
                 function(*tree_map(_on_host, args), **tree_map(_on_host, kwargs))  # writes into the device's memory
                 self._note_write(args[0])
             return result
@@ -278,8 +286,6 @@ class DeviceValues:
     def _create_on_host_too(self, function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         @functools.wraps(function)
         def create(*args: Any, **kwargs: Any) -> torch.Tensor:
-            if function.__name__ == "arange" and any(type(each) is GuessedFloat for each in args):
-                args = tuple(map(int, args))  # which reports the guess
             result = function(*args, **kwargs)
             if self._can_be_known(result, floats=1) and kwargs.get("out") is None:
                 self._write(result, function(*args, **{**kwargs, "device": "cpu"}))
@@ -301,14 +307,13 @@ class DeviceValues:
         if source is Source.HOST:
             if not original.is_contiguous():
                 copied.copy_(_on_host(original))
-        elif original.is_floating_point():
-            copied.zero_()
-        elif original.dtype is not torch.uint8 and _is_plain(original):  # pickled objects travel as bytes
-            is_mask = original.dtype is torch.bool and original.numel() > 1
-            is_check = original.dtype is torch.bool and not is_mask  # a check for NaN
-            known = None if is_check else self.guesses.integer(MASK if is_mask else INTEGER)
-            if source is Source.DEVICE or known is not None:
-                copied.fill_(known or is_mask)
+        elif not _is_plain(copied) or original.dtype is torch.uint8:  # pickled objects travel as bytes
+            if original.is_floating_point():
+                copied.zero_()
+        elif original.is_floating_point() or source is Source.DEVICE:
+            self.guesses.values(copied, original.dtype is torch.bool and original.numel() > 1)
+        else:
+            self.guesses.values(copied)
 
     def _source_of(self, tensor: torch.Tensor) -> Source:
         if not _is_plain(tensor) or (tensor.is_floating_point() and tensor.numel() != 1):
@@ -330,60 +335,19 @@ class DeviceValues:
         if source is Source.HOST or (tensor.dtype is torch.bool and self._was_written(tensor)):
             return self._cpu(tensor).item()
         if tensor.is_floating_point():
-            # Optimizers divide by their step count, which is on the device after their state was loaded: return 1.
-            return 1.0 if caller().f_code is _get_value.__code__ else self.guesses.number()
+            return self.guesses.number()
         if tensor.dtype is torch.bool:
             known = getattr(tensor, _CHECK, None)
             return self.guesses.condition(hasattr(tensor, _ALL)) if known is None else known
-        known = self.guesses.integer()
-        if known is not None:
-            return known
-        return 0 if source is Source.DEVICE else self._cpu(tensor).item()
-
-    def _guess_item(self, function: Callable[[torch.Tensor], Any]) -> Callable[[torch.Tensor], Any]:
-        """Wrap `item`: an unknown float is a `GuessedFloat`."""
-
-        @functools.wraps(function)
-        def item(tensor: torch.Tensor) -> Any:
-            if torch.compiler.is_compiling() or not tensor.is_floating_point() or tensor.numel() != 1:
-                counted = not torch.compiler.is_compiling() and not tensor.is_cuda and hasattr(tensor, _GUESSED)
-                return (self.guesses.integer() if counted else None) or function(tensor)
-            unknown = self._source_of(tensor) is not Source.HOST if tensor.is_cuda else hasattr(tensor, _GUESSED)
-            if not unknown or caller().f_code.co_filename.startswith(TORCH):
-                return function(tensor)
-            self.guesses.leaves(FOLLOWED)
-            value = 0.0 if _is_plain(tensor) else function(tensor)
-            return GuessedFloat(value) if type(value) is float else value
-
-        return item
-
-    def _leave_torch(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap a method whose result is no tensor: it may depend on a number that a kernel would have computed."""
-        name = function.__name__
-
-        @functools.wraps(function)
-        def leave(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-            if torch.compiler.is_compiling():
-                return function(tensor, *args, **kwargs)
-            given = tensor.cpu() if name == "tolist" else tensor
-            guessed = hasattr(given, _GUESSED)
-            if name == "__int__" and (guessed or (tensor.is_cuda and tensor.is_floating_point())):
-                return self.guesses.integer() or function(given)
-            result = function(given, *args, **kwargs)
-            if guessed and name == "__bool__":
-                return self.guesses.condition(result)
-            if guessed:
-                self.guesses.leaves(FOLLOWED if name == "tolist" else LOST)
-            return tree_map(GuessedFloat, result) if guessed and name == "tolist" else result
-
-        return leave
+        return self.guesses.integer(0 if source is Source.DEVICE else int(self._cpu(tensor)))
 
     def _nonzero(self, mask: torch.Tensor) -> torch.Tensor:
         """Select all elements of an unknown mask, because this needs the most memory."""
         if self._source_of(mask) is Source.HOST:
             return _on_host(mask).nonzero().to(mask.device)  # type: ignore[no-any-return]
-        self.guesses.integer(MASK)
-        return torch.ones(mask.shape, dtype=torch.bool).nonzero().to(mask.device)
+        selected = torch.ones(mask.shape, dtype=torch.bool)
+        self.guesses.values(selected, True)
+        return selected.nonzero().to(mask.device)
 
     def _masked_select(self, tensor: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         known = self._source_of(mask) is Source.HOST  # before the mask is expanded, because that changes its version
@@ -398,8 +362,7 @@ class DeviceValues:
             known = self._source_of(tensor) is Source.HOST
             if not known and (size := kwargs.get("output_size")) is not None:  # of repeat_interleave
                 return torch.empty(size, dtype=tensor.dtype, device=tensor.device)
-            values = tensor.cpu()
-            distinct = None if known else self.guesses.integer()
+            values, distinct = tensor.cpu(), None if known else self.guesses.stated()
             if distinct and operation is not torch.ops.aten.repeat_interleave.Tensor:
                 values = torch.arange(tensor.numel()).clamp(max=distinct - 1).to(tensor.dtype).view(tensor.shape)
             return tree_map(lambda each: each.to(tensor.device), operation(values, *args, **kwargs))
@@ -456,14 +419,10 @@ def _check(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]
     return check
 
 
-def _pass_on_marks(given: tuple[Any, ...], result: Any, function: str) -> None:
-    """Mark the result of a function of checks, such as `any`, as a check, and that of unknown floats as unknown."""
+def _pass_on_checks(given: tuple[Any, ...], result: Any, function: str) -> None:
+    """Mark the result of a function of checks, such as `any`, as a check."""
     if torch.compiler.is_compiling() or not isinstance(result, torch.Tensor):
         return
-    if not result.is_cuda and any(hasattr(each, _GUESSED) for each in given):
-        setattr(result, _GUESSED, True)
-        if result.dtype is torch.bool and result.ndim > 0:
-            result.fill_(True)  # selects everything, because this needs the most memory
     checks = [known for each in given if (known := getattr(each, _CHECK, None)) is not None]
     if checks and (result.dtype is torch.bool or function == "sum"):
         setattr(result, _CHECK, checks[0] != (function in _NEGATIONS))

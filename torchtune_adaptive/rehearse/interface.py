@@ -14,19 +14,21 @@ from pathlib import Path
 from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.formatting import is_whole, parse_bytes
 from torchtune_adaptive.rehearse.gpus import Gpu, gpu_named
-from torchtune_adaptive.rehearse.result import MOST_INVERTED, RehearsalResult
+from torchtune_adaptive.rehearse.result import RehearsalResult
 from torchtune_adaptive.rehearse.start import RankSettings, check_command, rehearse_once
 from torchtune_adaptive.rehearse.sweep import largest, range_in
 
 STEPS = 10
 GPU = "h100"
+MOST_RANDOM = 8
+"""Rehearsals with random values."""
 
 
 def rehearse(
     command: str | Sequence[str], gpu: str | Gpu = GPU, ranks: int | None = None, *,
     rank: int = 0, together: bool | Sequence[int] = False, devices: int | None = None, memory: str | int | None = None,
     memory_overhead: str | int | None = None, steps: int = STEPS, skew: float = 1,
-    fixed: Mapping[str, int] | None = None, timeout: float | None = None, without_data: bool = False,
+    fixed: Mapping[str, float] | None = None, timeout: float | None = None, without_data: bool = False,
     quiet: bool = False,
 ) -> RehearsalResult:  # fmt: skip
     """Rehearse a command, without a GPU, and return its verdict, its peaks and its estimated time.
@@ -55,8 +57,8 @@ def rehearse(
     several = [*together] if isinstance(together, list | tuple) else [] if together is True else None
     if (several is None and together is not False) or not all(is_whole(each, at_least=0) for each in several or ()):
         raise ConfigError(f"together is {together!r}: pass True or a list of ranks")
-    if not (isinstance(fixed, Mapping | None) and all(is_whole(each, at_least=0) for each in (fixed or {}).values())):
-        raise ConfigError(f"fixed is {fixed!r}: pass whole numbers by FILE:LINE")
+    if not (isinstance(fixed, Mapping | None) and all(type(each) in (int, float) for each in (fixed or {}).values())):
+        raise ConfigError(f"fixed is {fixed!r}: pass numbers by FILE:LINE")
     if rank and together is not False:
         raise ConfigError("--together reports the fullest rank, and --rank a single one: leave out one of them")
     if without_data and not any(Path(word).name.startswith("adaptive_") for word in words):
@@ -73,25 +75,52 @@ def rehearse(
     )  # fmt: skip
     if range_in(words):
         report = (lambda _: None) if quiet else partial(print, file=sys.stderr, flush=True)
-        return largest(partial(_with_both_results, settings, quiet=True), words, card, ranks, report)
-    return _with_both_results(settings, words, card, ranks, quiet=quiet)
+        return largest(partial(_with_random_values, settings, quiet=True), words, card, ranks, report)
+    return _with_random_values(settings, words, card, ranks, quiet=quiet)
 
 
-def _with_both_results(
+def _with_random_values(
     settings: RankSettings, command: Sequence[str], gpu: Gpu, ranks: int | None, *, quiet: bool
 ) -> RehearsalResult:
-    """Rehearse a command and, if it fits, also with the other results of guessed conditions."""
+    """Rehearse a command and, if it fits and has read values that a kernel would have computed, also with random ones.
+
+    If memory differs, find the places that decide this, until random values at all others make no difference.
+    """
+    found = _rehearse(settings._replace(ranks=ranks), command, gpu, quiet=quiet)
+    if not found.fits or not found.places_read:
+        return found
+    if not quiet:
+        print("rehearse: the script reads computed values: once more, with random ones", file=sys.stderr)
+    spent = [found.cpu_s]
+
+    def differing(kept: Sequence[str]) -> RehearsalResult | None:
+        """Rehearse with random values, except at these places. Return the result if its memory differs."""
+        random = settings._replace(ranks=found.ranks, kept=kept)
+        other = _rehearse(random, command, gpu, quiet=True)
+        spent.append(other.cpu_s)
+        return other if other.compare_to(found) else None
+
+    others: dict[str, RehearsalResult] = {}
+    while len(spent) <= MOST_RANDOM and (other := differing([*others])):
+        suspects = [each for each in found.reads_before_difference(other) if each not in others]
+        while other.compare_to(found) > 0 and len(suspects) > 1 and len(spent) <= MOST_RANDOM:
+            recent, earlier = suspects[: len(suspects) // 2], suspects[len(suspects) // 2 :]
+            again = differing([*others, *recent])
+            suspects = earlier if again and again.compare_to(found) > 0 else recent
+        if not suspects:
+            found = replace(found, is_repeatable=False)
+            break
+        others[suspects[0]] = other
+    return replace(found.with_random_values(others), cpu_s=sum(spent))
+
+
+def _rehearse(settings: RankSettings, command: Sequence[str], gpu: Gpu, *, quiet: bool) -> RehearsalResult:
+    """Rehearse a command once. If quiet, keep its output for the result."""
     with tempfile.TemporaryFile() if quiet else nullcontext() as output:
-        found = rehearse_once(command, gpu, settings._replace(ranks=ranks), output)
+        found = rehearse_once(command, gpu, settings, output)
         if output and found.answer is None:
             output.seek(0)
             found = replace(found, output=output.read().decode(errors="replace"))
     if quiet and found.interrupted:
         raise KeyboardInterrupt
-    if settings.inverted or not found.fits or not (places := found.guessed_conditions[:MOST_INVERTED]):
-        return found
-    if not quiet:
-        print(f"rehearse: guesses decide at {', '.join(places)}: trying the other results, too", file=sys.stderr)
-    inverted = {place: settings._replace(inverted=place) for place in places}
-    others = {at: _with_both_results(each, command, gpu, found.ranks, quiet=True) for at, each in inverted.items()}
-    return found.or_larger(others)
+    return found

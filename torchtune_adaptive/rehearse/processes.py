@@ -84,14 +84,9 @@ class _Server:
         return self._process.poll() is None
 
 
-_kept: list[_Server] | None = None
-"""The server of the last command; None: each command has its own."""
-
-
-def share_imports() -> None:
-    """Let all later commands of this process share the imports of torch. Its folder and environment must not change."""
-    global _kept
-    _kept = []
+_Place = tuple[int, str, list[tuple[str, str]]]
+_kept: list[tuple[_Place, _Server]] = []
+"""The server of the last command, and where it can run another: the process, its folder and its environment."""
 
 
 def execute(
@@ -101,7 +96,8 @@ def execute(
 
     Return the exit status, CPU seconds, the last error, and whether Ctrl-C or the timeout (in seconds) ended it.
     """
-    global _kept
+    variables = sorted(each for each in environ.items() if not each[0].startswith("NULL_CUDA_"))
+    where = os.getpid(), os.getcwd(), variables
     printed, shown = bytearray(), output.fileno() if output else 2
     reading, errors = os.pipe()
     copying = threading.Thread(target=_copy, args=(reading, os.dup(shown), printed), daemon=True)
@@ -109,17 +105,30 @@ def execute(
     server = None
     with interrupted_by_signals():
         try:
-            server = _kept.pop() if _kept and _kept[0].runs else _Server(environ, shown, errors)
+            server = _kept_server(where) or _Server(environ, shown, errors)
             server.start({**request, "environ": dict(environ)}, shown, errors)
             ended = _wait(server, timeout)
-            if _kept is not None and server.runs and not ended["interrupted"]:
-                _kept, server = [server], None
+            if server.runs and not ended["interrupted"] and not _kept:
+                _kept.append((where, server))
+                server = None
         finally:
             if server is not None:
                 server.close()
             os.close(errors)
             copying.join(1)
     return {**ended, "last_error": _last_error(printed.decode(errors="replace"))}
+
+
+def _kept_server(where: _Place) -> _Server | None:
+    """Return the kept server if it can run a command there. Close it if it belongs to this process, but cannot."""
+    if not _kept:
+        return None
+    kept, server = _kept.pop()
+    if kept == where and server.runs:
+        return server
+    if kept[0] == os.getpid():
+        server.close()
+    return None
 
 
 def _wait(server: _Server, timeout: float | None) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from functools import cached_property
+from itertools import takewhile
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -24,23 +25,15 @@ GIB = 2**30
 SHOWN_STEPS, SHOWN_PLACES = 20, 3
 COMPARED = "compared"
 """The file with the result of comparing the calls of all ranks."""
-INTEGER, NUMBER, MASK, ROUTING, BRANCH = "integer", "number", "mask", "routing", "branch"
-"""Kinds of guessed values on which memory may depend."""
+USUAL = "usual values"
+END_OF_STEP, END = "end of step", "end"
+"""Moments at which the total of allocated bytes is recorded, besides reads of guessed values."""
 PARAMETERS, GRADIENTS, OPTIMIZER, OTHER = "parameters", "gradients", "optimizer", "activations and other"
 """Kinds of memory."""
-MOST_INVERTED = 3
-"""Guessed conditions of which both results are rehearsed."""
-LIBRARY = re.compile(rf"/(site|dist)-packages/|/lib/python|^{re.escape(str(Path(__file__).parents[1]))}/")
-_GUESSED = {
-    INTEGER: "an integer that a kernel would have computed was read as 0 at {places}: if a length or a number of rows "
-    "depends on it, training needs more memory (to read N there: --fixed FILE:LINE=N)",
-    NUMBER: "a number that a kernel would have computed was read as 0 at {places}: a size or a condition depends on it "
-    "through float, math or numpy, so training may need more memory",
-    MASK: "a mask that a kernel would have computed selected every element at {places}: training needs less memory",
-    ROUTING: "tokens were spread evenly over the experts that are counted at {places}: a rank whose experts get more "
-    "tokens needs more memory (try --skew 2)",
-    BRANCH: "a condition on a value that a kernel would have computed was guessed at {places}",
-}
+_ROUTING = (
+    "tokens were spread evenly over the experts that are counted at {places}: a rank whose experts get more tokens "
+    "needs more memory (try --skew 2)"
+)
 _HINTS = {
     r"ZeroDivisionError|FloatingPointError|ValueError: (math domain error|expected a positive input)": "a rehearsal "
     "reads numbers of the GPU as 0",
@@ -72,6 +65,8 @@ class Outcome(Enum):
     SECOND_STEP_TOO_LARGE = auto()
     IDLE_OPTIMIZER = auto()
     """The rehearsal was stopped before an optimizer took its first step."""
+    DEPENDS = auto()
+    """The script fits, but not with other values of the GPU."""
     UNUSED = auto()
     """The script allocated no memory of a GPU."""
 
@@ -101,8 +96,11 @@ class RehearsalResult:
     """All out-of-memory errors of the allocator, including those that the script caught."""
     end: dict[str, Any] = field(default_factory=dict)
     """The peaks after the last step, and facts about the end of the script; empty if it was killed."""
-    guesses: list[dict[str, Any]] = field(default_factory=list)
-    """Places where the script reads a guessed value, on which the size of a tensor may depend."""
+    reads: list[dict[str, Any]] = field(default_factory=list)
+    """The places where the script has read guessed values, and the bytes that it had allocated in total (`at`,
+    `total_bytes`)."""
+    routing: list[str] = field(default_factory=list)
+    """Places that count the tokens of experts, which are spread evenly."""
     child: str = ""
     """The command line of a child process that used a GPU; empty if none did."""
     traced: dict[str, Any] = field(default_factory=dict)
@@ -118,10 +116,13 @@ class RehearsalResult:
     """The complete output of the script, if it was not copied to standard error and there is no answer."""
     setting: str = ""
     """How a recipe was rehearsed without its data; empty if it had them."""
-    inverted: str = ""
-    """The place of a guessed condition that had its other result."""
     tried: list[dict[str, Any]] = field(default_factory=list)
-    """The other rehearsals of the script, with other results of guessed conditions: place, verdict."""
+    """Rehearsals with random values whose memory differs: the place that decides, the verdict, and whether it needs
+    more memory (`higher`); and the one with the usual values, if this is not its result."""
+    too_large: str = ""
+    """The place that decides a rehearsal with random values that ran out of memory; empty if none did."""
+    is_repeatable: bool = True
+    """False if another rehearsal with the same values has allocated other memory."""
     collectives: int | None = None
     """Calls that the ranks have made together; None if one rank ran."""
     held: dict[str, Any] = field(default_factory=dict)
@@ -149,7 +150,8 @@ class RehearsalResult:
             steps=found["step"],
             errors=found["out_of_memory"],
             end=dict(*found["end"][:1]),
-            guesses=found["guess"],
+            reads=found["read"],
+            routing=[each["place"] for each in found["routing"]],
             child="".join(each["command"] for each in found["child"][:1]),
             # without data, answers end at once, so the time of a step is unknown
             traced=dict(*found["work"][-1:]) if all(each["timed"] for each in found["setting"]) else {},
@@ -214,6 +216,7 @@ class RehearsalResult:
             Outcome.UNREPORTED_OOM: error is not None and not error["in_search"],  # a search causes them on purpose
             Outcome.SECOND_STEP_TOO_LARGE: self.second_step_bytes > self.usable_bytes,
             Outcome.IDLE_OPTIMIZER: bool(self.end.get("idle") and self.end.get("stopped")),
+            Outcome.DEPENDS: bool(self.too_large),
             Outcome.UNUSED: not any(each["reserved_bytes"] for each in self.all_peaks),
         }
         return next((outcome for outcome, applies in conditions.items() if applies), Outcome.FITS)
@@ -229,21 +232,48 @@ class RehearsalResult:
         return {Outcome.FITS: True, Outcome.OUT_OF_MEMORY: False}.get(self.outcome)
 
     @property
-    def guessed_conditions(self) -> list[str]:
-        """The places of guessed conditions in the script, without those in libraries and this package."""
-        branches = [each for each in self.guesses if each["what"] == BRANCH]
-        own = (each for each in branches if not LIBRARY.search(each["file"]))
-        return [f"{each['file']}:{each['line']}" for each in own]
+    def _per_step(self) -> list[tuple[int, int]]:
+        """For each step and the end: the bytes allocated so far in total, and the peak."""
+        totals = (each["total_bytes"] for each in self.reads if each["at"] in (END_OF_STEP, END))
+        return [*zip(totals, (each["allocated_bytes"] for each in self.all_peaks), strict=False)]
 
-    def or_larger(self, others: Mapping[str, RehearsalResult]) -> RehearsalResult:
-        """Return the result with the highest peak: this one, or one in which the condition at a place was inverted."""
-        results = {"": self, **others}
-        answered = {place: each for place, each in results.items() if each.answer is not None}
-        worst = max(answered, key=lambda at: (not answered[at].answer, answered[at].run_peaks["reserved_bytes"]))
-        short = ((place, each.verdict().partition("; ")[0]) for place, each in results.items() if place != worst)
-        tried = [{"place": place, "verdict": verdict} for place, verdict in short]
-        cpu_s = sum(each.cpu_s for each in results.values())
-        return replace(answered[worst], inverted=worst, tried=tried, cpu_s=cpu_s)
+    def compare_to(self, usual: RehearsalResult) -> int:
+        """Return 1 if this rehearsal with random values failed or needed more memory, -1 if it needed less."""
+        if not self.fits or self.run_peaks["allocated_bytes"] > usual.run_peaks["allocated_bytes"]:
+            return 1
+        mine, theirs = self._per_step, usual._per_step
+        if len(mine) != len(theirs):  # one has ended earlier: its end is not the end of a step
+            mine, theirs = mine[:-1], theirs[:-1]
+        differences = ((mine > theirs) - (mine < theirs) for mine, theirs in zip(mine, theirs, strict=False))
+        return next(filter(None, differences), 0)
+
+    @property
+    def places_read(self) -> list[str]:
+        """The places where the script has read guessed values, in the order of their first reads."""
+        return [at for at in dict.fromkeys(each["at"] for each in self.reads) if at not in (END_OF_STEP, END)]
+
+    def reads_before_difference(self, other: RehearsalResult) -> list[str]:
+        """Return the places that have read values before another rehearsal differed from this one, the last first."""
+        pairs = zip(self.reads, other.reads, strict=False)
+        same = [mine["at"] for mine, _ in takewhile(lambda pair: pair[0] == pair[1], pairs)]
+        return [at for at in dict.fromkeys(reversed(same)) if at not in (END_OF_STEP, END)]
+
+    def with_random_values(self, others: Mapping[str, RehearsalResult]) -> RehearsalResult:
+        """Return the result with the highest peak: this one, or one with random values.
+
+        If one of them has run out of memory, there is no answer. `others` has the place that has decided each of them.
+        """
+        worst = max((self, *others.values()), key=lambda each: each.run_peaks["reserved_bytes"] if each.fits else 0)
+        runs = {**others, USUAL: self} if worst is not self else others
+        return replace(
+            worst,
+            too_large=next((place for place, each in others.items() if each.out_of_memory), ""),
+            is_repeatable=self.is_repeatable,
+            tried=[
+                {"place": place, "verdict": each.verdict().partition("; ")[0], "higher": each.compare_to(self) > 0}
+                for place, each in runs.items()
+            ],
+        )
 
     @property
     def second_step_bytes(self) -> int:
@@ -315,19 +345,26 @@ class RehearsalResult:
             case Outcome.IDLE_OPTIMIZER:
                 after = count_of(len(self.steps), "step")
                 why = f"an optimizer took no step in {after}, so its state and its gradients are missing: raise --steps"
+            case Outcome.DEPENDS:
+                why = (
+                    f"fits with {self._most_reserved}, but runs out of memory with random values at {self.too_large}: "
+                    f"state the value (--fixed {self.too_large}=N)"
+                )
             case Outcome.UNUSED:
                 what = "trained" if self.steps else "took no optimizer step"
                 why = f"the script {what}, but its process allocated no GPU memory"
         return why if self.answer is not None else f"no answer: {why}"
 
     @property
+    def guesses(self) -> list[str]:
+        """The places that read a value on which memory depends."""
+        return [each["place"] for each in self.tried if each["place"] != USUAL]
+
+    @property
     def _guessed(self) -> str:
-        places = ", ".join(self._places(what) for what in (INTEGER, NUMBER, MASK, ROUTING) if self._places(what))
-        sizes = f"; sizes may depend on a guessed value at {places} (see below)" if places else ""
-        inverted = f"; with the other result of the guessed condition at {self.inverted}" if self.inverted else ""
-        known = {self.inverted, *(each["place"] for each in self.tried)}
-        open_ones = len({*self.guessed_conditions} - known)
-        return f"{sizes}{inverted}" + f"; {count_of(open_ones, 'guessed condition')} (see below)" * bool(open_ones)
+        """The part of the verdict about guessed values that may raise the peak."""
+        places = [each["place"] for each in self.tried if each["higher"]] + self.routing
+        return f"; memory depends on a guessed value at {_shortened(places)} (see below)" * bool(places)
 
     @property
     def _out_of_memory_text(self) -> str:
@@ -474,33 +511,33 @@ class RehearsalResult:
         ]
 
     def _condition_lines(self) -> list[str]:
+        tried = (each.values() for each in self.tried)
         return [
             f"rank {self.rank} of {self.ranks}; of {_size(self.usable_bytes + self.overhead_bytes)} of GPU "
             f"memory, {_size(self.overhead_bytes)} are for the CUDA context, NCCL and libraries (--memory-overhead)",
             *[self.setting] * bool(self.setting),
             "kernels did not run: every loss is 0, and branches on values may differ in training",
-            *[note.format(places=places) for what, note in _GUESSED.items() if (places := self._places(what))],
-            *(f"with {each['place'] or 'no condition'} inverted: {each['verdict']}" for each in self.tried),
+            *[_ROUTING.format(places=_shortened(self.routing))] * bool(self.routing),
+            *["another rehearsal with the same values differs: does the script read files that it has written?"]
+            * (not self.is_repeatable),
+            *(f"with {'' if at == USUAL else 'random values at '}{at}: {verdict}" for at, verdict, _ in tried),
+            *["to state a value: --fixed FILE:LINE=N"] * bool(self.tried),
             *["later steps may need more memory: --steps 0 runs to the end"] * bool(self.end.get("stopped")),
             *self.end.get("notes", ()),
             *[f"{self.collectives or 0:,} collectives compared: all ranks agree"] * bool(self.collectives),
         ]
 
-    def _places(self, what: str) -> str:
-        places = [f"{each['file']}:{each['line']}" for each in self.guesses if each["what"] == what]
-        more = len(places) - SHOWN_PLACES
-        return ", ".join(places[:SHOWN_PLACES]) + (f" and {more} more" if more > 0 else "")
-
     def as_dict(self) -> dict[str, Any]:
         """Return the result for JSON."""
         same = (
             "rank", "ranks", "usable_bytes", "overhead_bytes", "rank_peaks", "out_of_memory", "caught",
-            "guesses", "inverted", "tried", "later_batch",
+            "guesses", "routing", "tried", "later_batch",
         )  # fmt: skip
         return {
             "fits": self.answer,
             "verdict": self.verdict(),
             **{name: getattr(self, name) for name in same},
+            "places_read": self.places_read,
             "peak_by_kind": self.peak_by_kind,
             "largest": self.largest,
             "searches": self.searches,
@@ -511,6 +548,11 @@ class RehearsalResult:
             "after_last_step": self.end,
             "script_status": self.status,
         }
+
+
+def _shortened(places: list[str]) -> str:
+    more = len(places) - SHOWN_PLACES
+    return ", ".join(places[:SHOWN_PLACES]) + f" and {more} more" * (more > 0)
 
 
 def _peak_lines(name: str, peaks: list[dict[str, Any]]) -> list[str]:

@@ -123,7 +123,9 @@ def main(
         recorder.write("process", memory)
         return rank, running
 
-    values.guesses.on_guess, values.skew = recorder.guessed, settings.skew
+    guesses, values.skew = values.guesses, settings.skew
+    guesses.kept, guesses.fixed = settings.kept, settings.fixed
+    guesses.on_read, guesses.on_routing = recorder.has_read, recorder.routes
     values.alone = settings.together is None
     fake_ranks.begin(settings.rank, settings.ranks, start_ranks, folder / "store")
     _run_recorded(recorder, command)

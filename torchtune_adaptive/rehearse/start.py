@@ -110,10 +110,10 @@ class RankSettings(NamedTuple):
     """The ranks that run as processes and exchange messages; empty: all; None: only `rank` runs."""
     skew: float = 1
     """How many times the average number of tokens a router sends to the experts that it uses."""
-    fixed: Mapping[str, int] = {}
-    """Integers that are read at `file:line` instead of 0."""
-    inverted: str = ""
-    """The place (`file:line`) of a guessed condition that gets the other result."""
+    fixed: Mapping[str, float] = {}
+    """Values that are read at `file:line`."""
+    kept: Sequence[str] | None = None
+    """Other unknown values are random, except at these places (`file:line`); None: all are the usual ones."""
     timeout: float | None = None
     """The seconds after which the process is killed."""
     without_data: bool = False
@@ -157,6 +157,7 @@ def rehearse_once(
     likely = settings.ranks or likely_ranks(command, settings.rank)
     memory = settings.memory_of_rank(likely)
     device = environment(memory=memory["usable_bytes"], devices=settings.devices_of(likely), capability=gpu.capability)
+    device["NULL_CUDA_NAME"] = f"NVIDIA {gpu.name.upper()} (null device)"  # scripts look for parts such as H100
     environ = script_environment({**DEFAULTS, **os.environ, **_FIXED, **device})
     with tempfile.TemporaryDirectory() as folder:
         request = {"record": folder, "given": settings._asdict(), "command": command}

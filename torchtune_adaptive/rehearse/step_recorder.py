@@ -31,11 +31,13 @@ from torchtune_adaptive.rehearse.fake_ranks import after_import
 from torchtune_adaptive.rehearse.later_batches import larger_batch, note_batches
 from torchtune_adaptive.rehearse.memory_by_holder import memory_by_holder
 from torchtune_adaptive.rehearse.recording import lines_of
-from torchtune_adaptive.rehearse.result import BRANCH, INTEGER, NEEDS_OTHERS, NUMBER
+from torchtune_adaptive.rehearse.result import END, END_OF_STEP, NEEDS_OTHERS
 from torchtune_adaptive.rehearse.start import CannotRehearse, RankSettings
 from torchtune_adaptive.rehearse.step_trace import RECORDER
 from torchtune_adaptive.run_hooks import HOOKS
 
+MOST_READS = 20_000
+"""Reads that are recorded."""
 _TORCH = str(Path(torch.__file__).parent)
 _HERE = str(Path(__file__).parent)
 
@@ -64,8 +66,8 @@ class StepRecorder:
         self._run: Usages = {}
         """The peaks of all steps and of the time after the last one."""
         self._searching = False
-        self._guesses, self._fixed = set[tuple[str, str, int]](), settings.fixed
-        self._inverted = settings.inverted
+        self._routing_places = set[str]()
+        self._reads = 0
         self._optimizers = WeakSet[torch.optim.Optimizer]()
         self._have_stepped = set[WeakIdRef]()
         self._traced: int | None = None
@@ -114,6 +116,7 @@ class StepRecorder:
 
     def _write_end(self, after_last_step: Usages, error: BaseException | None = None, *, stopped: bool = False) -> None:
         _add(self._run, after_last_step)
+        self.has_read(END)
         message = _message(error)
         idle = message is None and any(getattr(parameter(), "is_cuda", False) for parameter in self._idle())
         conditions = {
@@ -206,6 +209,7 @@ class StepRecorder:
     def _end_step(self) -> None:
         self.steps += 1
         self.write("step", {"step": self.steps, **asdict(_fullest(self._reading))})
+        self.has_read(END_OF_STEP)
         if self.steps == self._traced:
             self.write("work", {"step": self.steps, "work": RECORDER.stop()})
             self._traced = self.steps if _compiled_graphs() == self._graphs else None
@@ -249,24 +253,29 @@ class StepRecorder:
             },
         )
 
-    def guessed(self, what: str, frame: FrameType) -> int | None:
-        """Record a place where the script reads a guessed value: once, and not if torch reads it to print a tensor.
+    def has_read(self, place: str) -> None:
+        """Record that the script reads an unknown value, and how many bytes it has allocated until then."""
+        self._reads += 1
+        if self._reads < MOST_READS or not place[-1].isdecimal():
+            self.write("read", {"at": place, "total_bytes": _total_bytes()})
 
-        Return the integer that `--fixed` states for this place, if there is one, or 1 if this condition is inverted.
-        """
-        file, line = innermost(frame)
-        fixed = self._fixed.get(f"{file}:{line}") if what in (INTEGER, NUMBER) else None
-        printing = frame.f_code.co_filename == torch._tensor_str.__file__
-        if fixed is None and not printing and (what, file, line) not in self._guesses:
-            self._guesses.add((what, file, line))
-            self.write("guess", {"what": what, "file": file, "line": line})
-        return 1 if what == BRANCH and self._inverted == f"{file}:{line}" else fixed
+    def routes(self, place: str) -> None:
+        """Record a place where the script counts the tokens of experts, once."""
+        if place not in self._routing_places:
+            self._routing_places.add(place)
+            self.write("routing", {"place": place})
 
     def write(self, kind: str, figures: Mapping[str, Any]) -> None:
         """Write a line, except in processes that the script forked."""
         if os.getpid() == self._process:
             with suppress(OSError):
                 self._file.write(json.dumps({"kind": kind, **figures}) + "\n")
+
+
+def _total_bytes() -> int:
+    """Return how many bytes the allocator has given to the script so far, on all devices."""
+    devices = torch.cuda.device_count() if torch.cuda.is_initialized() else 0
+    return sum(torch._C._cuda_memoryStats(each)["allocated_bytes"]["all"]["allocated"] for each in range(devices))
 
 
 def _compiled_graphs() -> int:
@@ -284,11 +293,6 @@ def flush() -> None:
     for stream in sys.stdout, sys.stderr:
         with suppress(AttributeError, OSError, ValueError):
             stream.flush()
-
-
-def innermost(frame: FrameType) -> tuple[str, int]:
-    """Return file and line of the innermost frame outside torch and this package."""
-    return _outside_torch(_stack(frame) or [(frame.f_code.co_filename, frame.f_lineno)])
 
 
 def _outside_torch(frames: Sequence[tuple[str, int]]) -> tuple[str, int]:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, TypeVar
 from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.formatting import count_of
 from torchtune_adaptive.rehearse.gpus import Gpu
-from torchtune_adaptive.rehearse.processes import end_with_parent, interrupted_by_signals, share_imports
+from torchtune_adaptive.rehearse.processes import end_with_parent, interrupted_by_signals
 from torchtune_adaptive.rehearse.result import GIB, RehearsalResult
 from torchtune_adaptive.rehearse.start import CannotRehearse
 from torchtune_adaptive.rehearse.step_time import UNCERTAINTY, StepTime, seconds_text
@@ -167,7 +167,6 @@ def in_parallel(
 def _start_worker() -> None:
     """Ignore Ctrl-C in a worker, because the parent handles it and terminates its workers."""
     end_with_parent()
-    share_imports()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
