@@ -46,13 +46,6 @@ def test_path_that_is_no_file_is_an_error(name: str, tmp_path: Path) -> None:
         locate(str(tmp_path / name))
 
 
-def test_component_can_be_removed_like_any_other_key(tmp_path: Path) -> None:
-    (path := tmp_path / "a.yaml").write_text("a: {_component_: x.y, b: 1}\nc: 2\nd: {e: 3}\n")
-    assert read_config(path, ["~a", "~c"]) == {"d": {"e": 3}}
-    with pytest.raises(ConfigError, match="Could not find key f"):
-        read_config(path, ["~f"])
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Section:
     rows: int = setting(COUNT)
@@ -99,11 +92,6 @@ def test_section_reads_its_keys_and_ignores_others() -> None:
 def test_error_names_key_section_value_and_allowed_values(keys: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=f"^{re.escape(message)}$"):
         read(Section, keys, prefix="model.")
-
-
-@pytest.mark.parametrize("section", [None, OmegaConf.create({})])
-def test_without_an_adaptive_section_all_keys_have_their_defaults(section: Any) -> None:
-    assert read_section(AdaptiveConfig, section, "adaptive").recover_from_oom is True
 
 
 @pytest.mark.parametrize("section", [5, "yes", ["recover_from_oom"]])
