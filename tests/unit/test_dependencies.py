@@ -74,16 +74,23 @@ main(["status", "."])
 """
 
 
-def test_library_and_status_work_with_only_torch_and_numpy(tmp_path: Path) -> None:
-    ended = run_without_torchtune(LIBRARY, cwd=tmp_path, missing=(*RECIPES_EXTRA, "transformers", "matplotlib"))
-    assert (ended.returncode, ended.stdout, ended.stderr) == (1, ". contains no run\n", "")
+WITHOUT = (*RECIPES_EXTRA, "transformers", "matplotlib")
+TRAINER = "from torchtune_adaptive.hf import AdaptiveTrainer as T; print(T.__name__)"
 
 
-def test_trainer_can_be_imported_without_torchtune(tmp_path: Path) -> None:
-    in_transformers = {"yaml", "tqdm"}
-    code = "from torchtune_adaptive.hf import AdaptiveTrainer as T; print(T.__name__)"
-    ended = run_without_torchtune(code, cwd=tmp_path, missing=sorted({*RECIPES_EXTRA} - in_transformers))
-    assert (ended.returncode, ended.stdout) == (0, "AdaptiveTrainer\n"), ended.stderr
+@pytest.mark.parametrize(
+    ("code", "missing", "end"),
+    [
+        (LIBRARY, WITHOUT, (1, ". contains no run\n", "")),
+        (TRAINER, sorted({*RECIPES_EXTRA} - {"yaml", "tqdm"}), (0, "AdaptiveTrainer\n")),  # transformers needs these
+    ],
+    ids=["library and status with torch and numpy", "trainer without torchtune"],
+)
+def test_library_and_trainer_work_without_the_recipes_extra(
+    code: str, missing: Sequence[str], end: tuple[int | str, ...], tmp_path: Path
+) -> None:
+    ended = run_without_torchtune(code, cwd=tmp_path, missing=missing)
+    assert (ended.returncode, ended.stdout, ended.stderr)[: len(end)] == end, ended.stderr
 
 
 def test_missing_private_name_of_torch_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:

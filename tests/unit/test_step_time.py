@@ -110,24 +110,17 @@ def test_ranks_that_share_samples_do_not_multiply_tokens() -> None:
     )
 
 
-def test_work_survives_json() -> None:
-    given = work(MATMUL, COPY, collectives=(gather(5),))
-    assert Work.from_json(json.loads(json.dumps(given))) == given
-
-
 GIB = 2**30
 CARDS = [GPUS["4090"], GPUS["a100-40"], GPUS["h100"]]
 WORK = Work([(Operation(BF16, 1e15, 10**9), 1)], [], tokens=8192, samples=1)
 
 
-def imitate(
-    base: float, each: float, slack: float, command: Sequence[str], card: Gpu, ranks: int | None
-) -> RehearsalResult:
-    """Need `base` GiB, and `each` for a row, on each of the ranks. Reserve `slack` more unless memory is short."""
+def imitate(base: float, each: float, command: Sequence[str], card: Gpu, ranks: int | None) -> RehearsalResult:
+    """Need `base` GiB, and `each` for a row, on each of the ranks."""
     needed = (base + each * int(command[-1].rpartition("=")[2])) / (ranks or 1)
     step = {"step": 1, "allocated_bytes": int(needed * GIB), "flushes": 0, "flops": 1.0}
     fits = step["allocated_bytes"] <= card.memory
-    step["reserved_bytes"] = min(int((needed + slack) * GIB), card.memory)
+    step["reserved_bytes"] = min(step["allocated_bytes"], card.memory)
     error = {
         **step,
         "asked_bytes": 1,
@@ -143,18 +136,8 @@ def imitate(
     )  # fmt: skip
 
 
-def imitation(base: float = 0, each: float = 1, slack: float = 0) -> functools.partial[RehearsalResult]:
-    return functools.partial(imitate, base, each, slack)
-
-
-def test_each_card_is_rehearsed_on_each_number_of_ranks() -> None:
-    for rows in "20", "30", "100":
-        found = compare(imitation(slack=5), ["train.py", rows], CARDS, [1, 2])
-        alone = [imitation(slack=5)(["train.py", rows], card, ranks) for ranks in (1, 2) for card in CARDS]
-        assert [(row.gpu, row.found.ranks) for row in found] == [(card, ranks) for ranks in (1, 2) for card in CARDS]
-        assert [(row.fits, row.found.run_peaks["reserved_bytes"]) for row in found] == [
-            (each.fits, each.run_peaks["reserved_bytes"]) for each in alone
-        ]
+def imitation(base: float = 0, each: float = 1) -> functools.partial[RehearsalResult]:
+    return functools.partial(imitate, base, each)
 
 
 def test_table_mentions_estimates_only_if_it_has_times_and_a_verdict_only_if_no_case_is_named() -> None:
@@ -173,9 +156,10 @@ def test_table_has_at_most_100_columns_and_json_the_same_rows() -> None:
 
 @pytest.mark.parametrize("base", [0, 10, 38.05])
 @pytest.mark.parametrize("each", [0.013, 0.31, 1.1, 30.1])
-def test_search_finds_the_largest_value_that_fits(base: float, each: float) -> None:
+@pytest.mark.parametrize("word", ["{1:64}", "training.batch_size={1:64}"])
+def test_search_finds_the_largest_value_that_fits(word: str, base: float, each: float) -> None:
     card, told = GPUS["a100-40"], list[str]()
-    found = largest(imitation(base, each), ["train.py", "{1:64}"], card, None, told.append)
+    found = largest(imitation(base, each), ["train.py", word], card, None, told.append)
     expected = [rows for rows in range(1, 65) if int((base + each * rows) * GIB) <= card.memory]
     assert found.largest == (expected[-1] if expected else 0)
     assert found.fits == bool(expected)
@@ -186,8 +170,3 @@ def test_search_finds_the_largest_value_that_fits(base: float, each: float) -> N
 def test_wrong_range_is_refused(word: str) -> None:
     with pytest.raises(ValueError, match=r"\{"):
         range_in(["train.py", word])
-
-
-def test_value_replaces_the_range_inside_any_argument() -> None:
-    words = ["train.py", "training.batch_size={2:16}"]
-    assert largest(imitation(), words, GPUS["a100-40"], None, lambda _: None).largest == 16

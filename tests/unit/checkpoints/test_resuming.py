@@ -189,19 +189,19 @@ def test_without_an_intact_checkpoint_no_refused_command_is_advised(tmp_path: Pa
     assert "auto" not in str(error.value)
 
 
-@pytest.mark.parametrize("mode", ["False", "auto"])
-def test_folders_without_a_manifest_are_kept(tmp_path: Path, mode: str) -> None:
-    (tmp_path / "epoch_0").mkdir()
-    with pytest.raises(ConfigError, match="epoch_0"):
+@pytest.mark.parametrize(("intact", "mode"), [(True, "False"), (False, "False"), (False, "auto")])
+def test_start_that_would_mix_with_other_files_is_refused_and_removes_none(
+    tmp_path: Path, intact: bool, mode: str
+) -> None:
+    if intact:
+        saved(tmp_path, "epoch_0")
+    else:
+        (tmp_path / "epoch_0").mkdir()
+    remedy = r"resume_from_checkpoint=auto.*another output_dir" if intact else "epoch_0"
+    with pytest.raises(ConfigError, match=remedy):
         start(tmp_path, f"resume_from_checkpoint={mode}")
     assert (tmp_path / "epoch_0").is_dir()
-
-
-def test_fresh_start_among_checkpoints_is_refused_and_removes_none(tmp_path: Path) -> None:
-    saved(tmp_path, "epoch_0")
-    with pytest.raises(ConfigError, match=r"resume_from_checkpoint=auto.*another output_dir"):
-        start(tmp_path, "resume_from_checkpoint=False")
-    assert complete(tmp_path) == ["epoch_0"]
+    assert complete(tmp_path) == ["epoch_0"] * intact
 
 
 def test_file_with_the_name_of_a_checkpoint_is_kept(tmp_path: Path) -> None:

@@ -72,25 +72,16 @@ def start_at_once(path):
     ensure_weights(path)
 
 
-def test_concurrent_processes_leave_one_file_with_equal_bytes(tmp_path):
-    path = tmp_path / "new" / "demo.pt"
+def test_concurrent_processes_leave_one_file_with_equal_bytes_that_is_never_replaced(tmp_path):
+    path, random_state = tmp_path / "new" / "demo.pt", torch.get_rng_state()
     run_on_ranks(4, start_at_once, path, timeout_s=60)
     ensure_weights(tmp_path / "alone.pt")
+    assert torch.equal(torch.get_rng_state(), random_state)
     assert [entry.name for entry in path.parent.iterdir()] == ["demo.pt"]
     assert path.read_bytes() == (tmp_path / "alone.pt").read_bytes()
-
-
-def test_existing_file_is_never_replaced(tmp_path):
-    path = tmp_path / "demo.pt"
     path.write_bytes(b"mine")
     ensure_weights(path)
-    assert [each.read_bytes() for each in tmp_path.iterdir()] == [b"mine"]
-
-
-def test_making_weights_keeps_the_random_state(tmp_path):
-    before = torch.get_rng_state()
-    ensure_weights(tmp_path / "demo.pt")
-    assert torch.equal(torch.get_rng_state(), before)
+    assert [each.read_bytes() for each in path.parent.iterdir()] == [b"mine"]
 
 
 @pytest.mark.parametrize(("ours", "stock"), [("full", "llama3_2/1B_full"), ("lora", "llama3_1/8B_lora")])

@@ -174,18 +174,15 @@ def test_allowed_size_is_the_bound_and_a_failed_size_is_remembered():
     assert run.governor.limit == TokenLimit(4096)
 
 
-def test_state_of_another_kind_of_limit_restores_only_counters():
+def test_state_of_another_kind_of_limit_restores_only_counters_and_an_invalid_one_is_refused():
     run = Run(TokenLimit(4096))
     other = Run(RowLimit(8))
     other.out_of_memory()
     run.governor.restore(other.governor.state())
     assert run.governor.limit == TokenLimit(4096)
     assert run.governor.recoveries == 1
-
-
-def test_invalid_state_is_refused():
     with pytest.raises(ValueError, match=r"missing before_growth, .*, unit"):
-        Run().governor.restore({})
+        run.governor.restore({})
 
 
 @pytest.mark.parametrize(

@@ -113,13 +113,6 @@ def test_surface_shrinks_its_growing_part_only():
     assert limit.after_oom(4, 100) == SurfaceLimit(limit.surfaces, budget_bytes=1300)
 
 
-def test_limits_are_printed_in_their_units():
-    surface = SurfaceLimit({"layers": Surface(0, 0, 2**10)}, budget_bytes=2**21)
-    assert (RowLimit(8).format_need(8, 100), str(RowLimit(4))) == ("8", "4 rows")
-    assert (TokenLimit(8192).format_need(8, 1000), str(TokenLimit(4096))) == ("8000", "4096 tokens")
-    assert (surface.format_need(2, 1024), str(surface)) == ("2.0 MiB", "2.0 MiB (predicted)")
-
-
 @given(limits)
 def test_longest_row_is_the_last_that_fits(limit: Limit):
     longest = longest_row(limit, at_most=10_000)

@@ -1,7 +1,6 @@
 """Data that ranks exchange (positions, loads, checksums), and errors of failed collectives."""
 
 import statistics
-import threading
 from collections.abc import Callable
 
 import pytest
@@ -12,8 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.recipes.allocation_profile import profiled
-from torchtune_adaptive.engine import consistency
-from torchtune_adaptive.engine.consistency import EqualSteps, checksum
+from torchtune_adaptive.engine.consistency import checksum
 from torchtune_adaptive.engine.plans import load_of
 from torchtune_adaptive.engine.ranks import comes_from_a_collective, explaining_failures
 from torchtune_adaptive.engine.results import AttemptReport, AttemptReports
@@ -55,12 +53,6 @@ def test_oom_before_a_collective_is_not_converted():
         raise torch.OutOfMemoryError
 
 
-def test_ranks_at_different_positions_end_the_run() -> None:
-    AttemptReports([AttemptReport(position=9), AttemptReport(position=9)]).check_positions()
-    with pytest.raises(UnrecoverableError, match=r"\[9, 8\], by rank"):
-        AttemptReports([AttemptReport(position=9), AttemptReport(position=8)]).check_positions()
-
-
 @given(st.lists(st.lists(st.integers(1, 500), min_size=1, max_size=9), min_size=1, max_size=9), st.booleans())
 def test_imbalance_is_the_largest_cost_of_a_rank_divided_by_the_mean(ranks: list[list[int]], padded: bool) -> None:
     """Each rank has its samples in one microbatch; attention costs the square of a length."""
@@ -98,22 +90,3 @@ def test_different_weights_have_different_checksums(change: str, dtype: torch.dt
 def test_checksum_does_not_copy_the_weights() -> None:
     weights = torch.randn(4_000_000).to(torch.bfloat16)
     assert profiled(lambda: checksum([weights])).peak_bytes < 10 * 2**20
-
-
-def test_slightly_late_peer_has_the_same_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a null device, where no stream waits for gloo."""
-    store = dist.HashStore()
-    monkeypatch.setattr(consistency, "_store", lambda: store)
-    monkeypatch.setattr(consistency, "world_size", lambda: 2)
-    monkeypatch.setattr(dist, "get_backend", lambda: "gloo")
-    steps = EqualSteps(enabled=True)
-    for number, step in enumerate(("8 in 2", "6 in 2"), start=1):
-        late = threading.Timer(0.2, store.set, (f"{steps._name}/{number}/1", step))
-        late.start()
-        steps.announce(step)
-        steps.check()
-        late.join()
-    steps.announce("4 in 2")
-    store.set(steps._key(1), "4 in 1")
-    with pytest.raises(UnrecoverableError, match=r"\(4 in 2, 4 in 1, by rank\)"):
-        steps.check()

@@ -55,20 +55,6 @@ def undisturbed(rows: int) -> tuple[list[Tensor], float]:
     return gradients(model), result.loss_sum.item()
 
 
-@pytest.mark.parametrize("operation", range(1, 60, 7))
-def test_recovered_step_is_bitwise_one_without_failure(operation: int):
-    model = a_model()
-    runner = runner_of(model, 4)
-    torch.manual_seed(1)
-    with FaultInjector(runner).fail_at(rank=0, step=0, operation=operation):
-        result = runner.run(SAMPLES, step=0)
-    expected, loss_sum = undisturbed(rows=2)
-    assert all(map(torch.equal, gradients(model), expected))
-    assert result.loss_sum.item() == loss_sum
-    assert (result.target_tokens, result.microbatches, result.recoveries) == (8, 4, 1)
-    assert (runner.limit, runner.recoveries) == (RowLimit(2), 1)
-
-
 def test_closed_runner_refuses_to_run():
     runner = runner_of(a_model(), rows=2)
     runner.close()
@@ -109,27 +95,21 @@ def test_keeping_the_error_does_not_keep_the_failed_pass():
     assert live_bytes[1] == live_bytes[0]
 
 
-def test_one_row_that_does_not_fit_ends_the_run_with_its_length():
-    runner = runner_of(a_model(), 8, on_change=(changes := []).append)
-    with MemoryMeter(cap_bytes=100), pytest.raises(LimitExhaustedError) as caught:
-        runner.run(SAMPLES, step=3)
-    assert [each.kind for each in changes] == [RECOVERY] * 4 + [EXHAUSTED]
-    last = changes[-1]
-    assert (last.step, last.before, last.after, last.ranks, last.rows, last.length) == (3, 1, 1, (0,), 1, 16)
-    assert last.reason == caught.value.fact
-
-
-def test_caller_that_frees_memory_can_run_the_same_step_again():
+def test_run_ends_at_one_row_that_does_not_fit_and_continues_once_the_caller_has_freed_memory():
     expected, loss_sum = undisturbed(rows=1)
-    runner = runner_of(model := a_model(), 8)
+    runner = runner_of(model := a_model(), 8, on_change=(changes := []).append)
     torch.manual_seed(1)
     with MemoryMeter(cap_bytes=100) as meter:
-        with pytest.raises(LimitExhaustedError):
-            runner.run(SAMPLES, step=0)
-        assert runner.limit == RowLimit(1)
+        with pytest.raises(LimitExhaustedError) as caught:
+            runner.run(SAMPLES, step=3)
+        assert [each.kind for each in changes] == [RECOVERY] * 4 + [EXHAUSTED]
+        last = changes[-1]
+        assert (last.step, last.before, last.after, last.ranks, last.rows, last.length) == (3, 1, 1, (0,), 1, 16)
+        assert last.reason == caught.value.fact
         meter.cap_bytes = None
-        result = runner.run(SAMPLES, step=0)
-    assert (runner.limit, result.loss_sum.item()) == (RowLimit(1), loss_sum)
+        result = runner.run(SAMPLES, step=3)
+    assert (runner.limit, runner.recoveries, result.recoveries) == (RowLimit(1), 4, 0)
+    assert (result.target_tokens, result.microbatches, result.loss_sum.item()) == (8, 8, loss_sum)
     assert all(map(torch.equal, gradients(model), expected))
 
 
@@ -286,31 +266,23 @@ def test_any_kind_of_oom_in_a_commit_is_fatal(error: Exception):
         raise error
 
 
-def test_injected_fault_replaces_an_operation():
-    runner = runner_of(a_model(), 4)
-    with FaultInjector(runner).count(rank=0, step=0) as faults:
-        runner.run(SAMPLES, step=0)
-    operations = faults.operations
-    assert operations[0] == "aten.stack.default"
-    assert "aten.pow.Tensor_Scalar" in operations
-    again = runner_of(a_model(), 4)
-    at = operations.index("aten.pow.Tensor_Scalar") + 1
-    with FaultInjector(again).fail_at(rank=0, step=0, operation=at).fail_at(rank=0, step=0, operation=at) as faults:
-        again.run(SAMPLES, step=0)
-    assert faults.fired == 2  # the second in the repeated step
-    assert again.limit == RowLimit(1)
-
-
-def test_growing_storage_is_an_operation():
+def test_injected_fault_replaces_any_operation_that_needs_memory():
     storage, resize = torch.empty(0).untyped_storage(), torch.UntypedStorage.resize_
 
-    def growing(samples):
+    def forward_backward(samples):
         storage.resize_(64)
-        storage.resize_(0)
-        return Totals(torch.ones(()), len(samples))
+        storage.resize_(0)  # shrinking needs no memory
+        return forward_backward_of(model)(samples)
 
-    runner = runner_of(a_model(), 8, forward_backward=growing)
+    runner = runner_of(model := a_model(), 4, forward_backward=forward_backward)
     with FaultInjector(runner).count(rank=0, step=0) as faults:
         runner.run(SAMPLES, step=0)
-    assert faults.operations.count("resize_") == 1  # shrinking needs no memory
     assert torch.UntypedStorage.resize_ is resize
+    assert faults.operations[:2] == ["resize_", "aten.stack.default"]
+    assert faults.operations.count("resize_") == 2
+    at = faults.operations.index("aten.pow.Tensor_Scalar") + 1
+    model.zero_grad()
+    with FaultInjector(runner).fail_at(rank=0, step=1, operation=at).fail_at(rank=0, step=1, operation=at) as faults:
+        runner.run(SAMPLES, step=1)
+    assert faults.fired == 2  # the second in the repeated step
+    assert runner.limit == RowLimit(1)

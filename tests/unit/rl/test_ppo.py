@@ -24,7 +24,7 @@ from torchtune_adaptive.rl.rollouts import (
     results_of,
     valued_of,
 )
-from torchtune_adaptive.rl.settings import PPOSettings, read_ppo_settings
+from torchtune_adaptive.rl.settings import read_ppo_settings
 
 STOP = 9
 ANSWERS = torch.tensor([[1, 2, 9, 3, 9], [9, 1, 1, 1, 1], [1, 2, 3, 4, 9], [1, 2, 3, 4, 5], [4, 9, 0, 0, 0]])
@@ -58,10 +58,6 @@ COUNT_MASK = counts_of(rollouts(torch.zeros(5), drawn(1)))
 VALUE_MASK = valued_of(COUNT_MASK)
 
 
-def settings(**changes: object) -> PPOSettings:
-    return replace(read_ppo_settings(config(DEMO))[1], penalise_no_eos=False, min_response_length=None, **changes)
-
-
 def as_torchtune() -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return padding masks of answers and values, last tokens, and positions of rewards, as in torchtune's recipe."""
     padding, _ = rlhf.truncate_sequence_at_first_stop_token(ANSWERS.clone(), torch.tensor([STOP]), 0)
@@ -83,11 +79,9 @@ def test_advantages_and_figures_equal_torchtunes(whiten_rewards: bool, no_stop: 
     padding, value_padding, last, at = as_torchtune()
     scores, log_probs, reference, values = torch.arange(5.0), drawn(0), drawn(1), drawn(2)
     everyone = rollouts(scores, reference)
-    ppo = replace(
-        settings(whiten_rewards=whiten_rewards, kl_coeff=0.1, gamma=0.99, lmbda=0.95, reward_penalty=-3.0),
-        penalise_no_eos=no_stop,
-        min_response_length=shorter_than,
-    )
+    penalties = {"penalise_no_eos": no_stop, "min_response_length": shorter_than, "reward_penalty": -3.0}
+    changes = {"whiten_rewards": whiten_rewards, "kl_coeff": 0.1, "gamma": 0.99, "lmbda": 0.95, **penalties}
+    ppo = replace(read_ppo_settings(config(DEMO))[1], **changes)
     figures = add_advantages(everyone, ppo)
 
     if no_stop or shorter_than:

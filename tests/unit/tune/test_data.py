@@ -27,25 +27,23 @@ KEYS = {**NEEDED, "batch_size": 2, "gradient_accumulation_steps": 3}
 SIZES = "batch_size 2 × gradient_accumulation_steps 3 ×"
 
 
-def load(samples: int, ranks: int, **keys: int) -> StepLoader[Any]:
+def load(dataset: Any, ranks: int) -> StepLoader[Any]:
     mesh: Any = {"dp": SimpleNamespace(size=lambda: ranks, get_local_rank=lambda: 0)}
-    return build_step_loader(
-        CheckedDataset([{"tokens": [1], "labels": [1]}] * samples), Settings(**{**KEYS, **keys}), mesh
-    )
+    return build_step_loader(CheckedDataset(dataset), Settings(**KEYS), mesh)
 
 
 @pytest.mark.parametrize(("samples", "ranks"), [(1, 1), (9, 2), (0, 2)])
 def test_dataset_smaller_than_a_step_is_reported_with_the_arithmetic(samples: int, ranks: int) -> None:
     arithmetic = f"has {samples} samples?.*: {SIZES} {ranks} rank" if samples else "is empty"
     with pytest.raises(ConfigError, match=f"^dataset {arithmetic}"):
-        load(samples, ranks)
-    assert load(12, 2).samples_per_rank == 6
+        load(range(samples), ranks)
+    assert load(range(12), 2).samples_per_rank == 6
 
 
 def test_ranks_with_different_datasets_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(data, "from_all_ranks", lambda mine: [mine, mine, mine + 8])
     with pytest.raises(ConfigError, match=r"^dataset has 12 samples on rank 0 and 20 on rank 2"):
-        load(12, 2)
+        load(range(12), 2)
 
 
 @pytest.mark.parametrize(
@@ -54,9 +52,8 @@ def test_ranks_with_different_datasets_are_named(monkeypatch: pytest.MonkeyPatch
     ids=["streamed", "negative", "float"],
 )
 def test_dataset_without_a_valid_length_is_refused(dataset: Any) -> None:
-    mesh: Any = {"dp": SimpleNamespace(size=lambda: 1, get_local_rank=lambda: 0)}
     with pytest.raises(ConfigError, match=r"^dataset has no valid length"):
-        build_step_loader(CheckedDataset(dataset), Settings(**KEYS), mesh)
+        load(dataset, 1)
 
 
 SAMPLES, BATCH_SIZE, ACCUMULATION = 53, 3, 2

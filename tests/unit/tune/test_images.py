@@ -5,14 +5,9 @@ from typing import Any
 
 import pytest
 import torch
-from omegaconf import OmegaConf
-from torch import nn
-from torchtune import config
 from torchtune.data import padded_collate_tiled_images_and_mask
 
-from tests.recipes.shrunk_models import IMAGE_SIZE, opened, shrunk_models
-from tests.recipes.stock_configs import import_model
-from tests.unit.tune.models import furthest, totals_and_gradients
+from tests.recipes.shrunk_models import IMAGE_SIZE
 from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.tune.batch_size import worst_sample
 from torchtune_adaptive.tune.images import collate_images, tiles_of, with_equal_tiles
@@ -43,27 +38,6 @@ SAMPLES = [sample_of(9, 1), sample_of(5, 3), sample_of(12, 2, 1), sample_of(7, 1
 
 def collated(rows: list[Sample]) -> dict[str, Any]:
     return collate_images(rows, padding_idx=0, ignore_idx=-100)
-
-
-@pytest.fixture(scope="module")
-def model() -> nn.Module:
-    section = {"_component_": "torchtune.models.llama3_2_vision.llama3_2_vision_11b", "decoder_trainable": True}
-    cfg = OmegaConf.create({"model": {**section, "image_size": IMAGE_SIZE}})
-    import_model(cfg)
-    torch.manual_seed(0)
-    with shrunk_models():
-        built: Any = config.instantiate(cfg.model)
-    built.load_state_dict({name: opened(weight) for name, weight in built.state_dict().items()})
-    built.set_num_output_chunks(8)
-    return built.train()  # type: ignore[no-any-return]
-
-
-def test_split_of_a_batch_changes_neither_loss_nor_gradients(model: nn.Module) -> None:
-    batch = with_equal_tiles(SAMPLES, 4)
-    whole, gradients = totals_and_gradients(model, collated, batch)
-    split, of_split = totals_and_gradients(model, collated, batch[:1], batch[1:])
-    assert float(split.loss_sum) == pytest.approx(float(whole.loss_sum), rel=1e-6)
-    assert furthest(of_split, gradients) < 1e-4
 
 
 def test_images_are_padded_to_the_most_tiles_of_their_batch() -> None:

@@ -48,15 +48,12 @@ def failing_pass(activations: OffloadActivations) -> None:
         raise torch.OutOfMemoryError("no room for the backward")
 
 
-def test_failed_pass_leaves_no_offloaded_activations(activations: OffloadActivations) -> None:
+def test_activations_stay_offloaded_for_a_backward_but_not_after_a_failed_pass(activations: OffloadActivations) -> None:
     for _ in range(2):  # in the second, torchtune's assertion would find leftovers
         with pytest.raises(torch.OutOfMemoryError):
             failing_pass(activations)
         assert not activations.tracker
         assert activations.is_first_forward_call
-
-
-def test_successful_pass_keeps_its_activations_for_its_backward(activations: OffloadActivations) -> None:
     with clearing_offloaded_on_error(activations):
         forward(activations)
     assert activations.tracker
