@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,7 +17,7 @@ import torch
 from transformers import Trainer, set_seed
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from tests.hf.trainers import Counting, Means, arguments, collate, tiny_llama, use_fsdp2
+from tests.hf.trainers import RANKS, Counting, Means, arguments, changing_loss, collate, tiny_llama, use_fsdp2
 from tests.ranks import run_on_ranks
 from torchtune_adaptive.engine.memory import MemoryMeter
 from torchtune_adaptive.engine.ranks import rank as engine_rank
@@ -28,7 +28,6 @@ from torchtune_adaptive.hf.samples import SAMPLES_KEY, KeepSamples
 
 pytestmark = pytest.mark.timeout(300)
 SAMPLES = Counting(22)  # the last batch of 4 is incomplete
-PLACEMENTS = {"one process": 1, "DDP": 2, "FSDP2": 2}
 
 
 class Outcome(NamedTuple):
@@ -76,17 +75,28 @@ def out_of_memory(model: Any, *, rank: int, rows: int = 2) -> Iterator[list[int]
         hook.remove()
 
 
-def evaluate(
-    folder: Path, kind: type[Trainer], *, rank: int | None = None, rows: int = 2, **options: Any
-) -> tuple[Outcome, int]:
+OF_TRAINER = ("preprocess_logits_for_metrics", "compute_metrics")
+"""Options of the trainer. Others are settings."""
+
+
+def evaluate(folder: Path, kind: type[Trainer], *, rank: int = -1, **options: Any) -> tuple[Outcome, int]:
     """Collective: evaluate in training and after it, and predict; optionally, one rank runs out of memory."""
     set_seed(7)
-    options = {**IN_TRAINING, **options}
     given = {"compute_metrics": accuracy, **{name: options.pop(name) for name in OF_TRAINER if name in options}}
-    settings = arguments(folder, per_device_eval_batch_size=4, **options)
+    settings = arguments(
+        folder,
+        per_device_train_batch_size=2,
+        per_device_eval_batch_size=4,
+        gradient_accumulation_steps=1,
+        max_steps=2,
+        learning_rate=1e-3,
+        eval_strategy="steps",
+        eval_steps=1,
+        **options,
+    )
     data = {"train_dataset": Counting(8), "eval_dataset": SAMPLES, "data_collator": collate}
     trainer = kind(model=tiny_llama(), args=settings, **data, **given)
-    with out_of_memory(trainer.model, rank=-1 if rank is None else rank, rows=rows) as failed:
+    with out_of_memory(trainer.model, rank=rank) as failed:
         trainer.train()  # before that, stock cannot evaluate under FSDP2
         predicted = trainer.predict(SAMPLES)
         metrics = [entry for entry in trainer.state.log_history if "eval_loss" in entry]
@@ -99,19 +109,6 @@ def evaluate(
         if not name.endswith(timed)
     }
     return Outcome(results, predicted.predictions, predicted.label_ids), len(failed)
-
-
-IN_TRAINING = {
-    "per_device_train_batch_size": 2,
-    "gradient_accumulation_steps": 1,
-    "max_steps": 2,
-    "learning_rate": 1e-3,
-    "eval_strategy": "steps",
-    "eval_steps": 1,
-}
-
-
-OF_TRAINER = ("preprocess_logits_for_metrics", "compute_metrics", "adaptive")
 
 
 def largest(logits: Any, labels: Any) -> Any:
@@ -129,22 +126,22 @@ OPTIONS: list[dict[str, Any]] = [
 ]
 
 
-def compare(folder: Path, placement: str, cases: Sequence[int] = range(len(OPTIONS))) -> list[tuple[float, int]]:
+def compare(folder: Path, placement: str) -> list[tuple[float, int]]:
     """Collective: the differences from stock, and how many passes failed on this rank."""
     if placement == "FSDP2":
         use_fsdp2()
     found = []
-    for options in (OPTIONS[case] for case in cases):
+    for options in OPTIONS:
         stock, _ = evaluate(folder, Trainer, **options)
-        ours, failures = evaluate(folder, AdaptiveTrainer, rank=PLACEMENTS[placement] - 1, **options)
+        ours, failures = evaluate(folder, AdaptiveTrainer, rank=RANKS[placement] - 1, **options)
         found.append((ours.difference(stock), failures))
     return found
 
 
 @pytest.mark.smoke("one process")
-@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize("placement", RANKS)
 def test_evaluation_that_runs_out_of_memory_gives_the_results_of_stock(placement: str, tmp_path: Path) -> None:
-    *_, last = run_on_ranks(PLACEMENTS[placement], compare, tmp_path, placement, in_group=False, timeout_s=100)
+    *_, last = run_on_ranks(RANKS[placement], compare, tmp_path, placement, in_group=False, timeout_s=100)
     assert max(difference for difference, _ in last) < 1e-6, last
     assert min(failures for _, failures in last) > 0, last
 
@@ -235,14 +232,10 @@ def test_evaluation_fails_with_one_message_if_a_single_row_does_not_fit(tmp_path
 
 
 def test_evaluation_of_a_loss_that_does_not_add_up_fails_only_after_running_out_of_memory(tmp_path: Path) -> None:
-    class Squared(Trainer):
-        def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
-            loss, outputs = super().compute_loss(model, inputs, return_outputs=True, **kwargs)
-            return (loss**2, outputs) if return_outputs else loss**2
-
-    assert evaluation_only(tmp_path, AdaptiveArguments(), Squared) == evaluation_only(tmp_path, base=Squared)
+    squared = changing_loss(lambda _, loss: loss**2)
+    assert evaluation_only(tmp_path, AdaptiveArguments(), squared) == evaluation_only(tmp_path, base=squared)
     with pytest.raises(ConfigError, match=r"the batch cannot be split.*lower per_device_eval_batch_size"):
-        evaluation_only(tmp_path, AdaptiveArguments(memory_limit="1200KiB"), Squared)
+        evaluation_only(tmp_path, AdaptiveArguments(memory_limit="1200KiB"), squared)
 
 
 def test_evaluation_loop_of_a_subclass_gets_the_batches_of_stock(tmp_path: Path) -> None:

@@ -26,8 +26,8 @@ from transformers import AutoModelForCausalLM, TrainerCallback
 from transformers.distributed import DistributedConfig
 
 from tests.captured_logs import captured_log
-from tests.hf.test_trainers import RANKS
 from tests.hf.trainers import (
+    RANKS,
     FailingInTurn,
     difference,
     even_words,

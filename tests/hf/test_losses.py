@@ -15,7 +15,7 @@ pytest.importorskip("accelerate")
 import torch
 from transformers import Trainer
 
-from tests.hf.trainers import STEPS, arguments, difference, failing_in_forward, train
+from tests.hf.trainers import STEPS, arguments, changing_loss, difference, failing_in_forward, train
 from torchtune_adaptive.hf import AdaptiveArguments
 from torchtune_adaptive.hf.losses import (
     CHECKED_TOKENS,
@@ -59,23 +59,12 @@ def test_loss_check_runs_short_samples_and_only_if_steps_can_be_split(tmp_path: 
         assert checked == passes
 
 
-class NotANumber(Trainer):
-    """Its loss is NaN from a step on."""
+@pytest.mark.parametrize("begins_at", [1, 3])
+def test_run_with_losses_that_are_nan_continues_like_stock(begins_at: int, tmp_path: Path) -> None:
+    def change(trainer: Any, loss: Any) -> Any:
+        return loss * (math.nan if trainer.state.global_step + 1 >= begins_at else 1)
 
-    begins_at = 1
-
-    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
-        loss = super().compute_loss(model, inputs, **kwargs)
-        return loss * (math.nan if self.state.global_step + 1 >= self.begins_at else 1)
-
-
-class NotANumberFromStep3(NotANumber):
-    begins_at = 3
-
-
-@pytest.mark.parametrize("base", [NotANumber, NotANumberFromStep3])
-def test_run_with_losses_that_are_nan_continues_like_stock(base: type, tmp_path: Path) -> None:
-    run = train(tmp_path, AdaptiveArguments(), base=base, arguments=arguments(tmp_path))
+    run = train(tmp_path, AdaptiveArguments(), base=changing_loss(change), arguments=arguments(tmp_path))
     assert len(run.log) == STEPS
 
 
@@ -84,19 +73,29 @@ def two(both: float, first: float = 4.0, second: float = 2.0) -> TwoSamples:
     return TwoSamples(BatchLoss(both, Counts.total([one.counts, other.counts])), one, other)
 
 
+ROUNDED = two(0.0062, first=0.004, second=0.002)
+
+
 @pytest.mark.parametrize(
-    ("both", "reduction"),
+    ("on_ranks", "options", "reduction"),
     [
-        (6.0, Reduction.SUM),
-        (3.0, Reduction.MEAN_OF_ROWS),
-        (28 / 12, Reduction.MEAN_OF_LABELS),
-        (22 / 10, Reduction.MEAN_OF_NEXT_TOKENS),
-        (2.5, None),
-        (22 / 10 * 1.001, None),
+        ([two(6.0)], {}, Reduction.SUM),
+        ([two(3.0)], {}, Reduction.MEAN_OF_ROWS),
+        ([two(28 / 12)], {}, Reduction.MEAN_OF_LABELS),
+        ([two(22 / 10)], {}, Reduction.MEAN_OF_NEXT_TOKENS),
+        ([two(2.0, first=2.0, second=2.0)], {}, Reduction.MEAN_OF_NEXT_TOKENS),
+        ([two(2.5)], {}, None),
+        ([two(22 / 10 * 1.001)], {}, None),
+        ([two(6.0), two(7.0)], {"tolerance": HALF_TOLERANCE}, None),
+        # the rounding of a small loss is compared with earlier losses
+        ([ROUNDED], {"tolerance": HALF_TOLERANCE}, None),
+        ([ROUNDED], {"tolerance": HALF_TOLERANCE, "scale": 2.0}, Reduction.SUM),
     ],
 )
-def test_reduction_is_determined_from_the_losses_of_two_samples(both: float, reduction: Reduction | None) -> None:
-    assert how_losses_add_up([two(both)], shifts_labels=True, tolerance=FP32_TOLERANCE) is reduction
+def test_reduction_is_determined_from_the_losses_of_two_samples(
+    on_ranks: list[TwoSamples], options: dict[str, float], reduction: Reduction | None
+) -> None:
+    assert how_losses_add_up(on_ranks, shifts_labels=True, **{"tolerance": FP32_TOLERANCE, **options}) is reduction
 
 
 def test_metrics_of_a_batch_without_labels_do_not_shift_those_of_later_batches() -> None:
@@ -111,18 +110,3 @@ def test_metrics_of_a_batch_without_labels_do_not_shift_those_of_later_batches()
     assert [len(each) for each in metrics._complete] == [0, 2]
     metrics.publish()
     assert dict(logged) == {"reward": [4.0], "max_reward": [6.0]}
-
-
-def test_loss_that_adds_up_on_only_one_rank_is_refused() -> None:
-    assert how_losses_add_up([two(6.0), two(7.0)], shifts_labels=True, tolerance=HALF_TOLERANCE) is None
-
-
-def test_equal_losses_count_as_a_mean_over_tokens() -> None:
-    equal = two(2.0, first=2.0, second=2.0)
-    assert how_losses_add_up([equal], shifts_labels=True, tolerance=FP32_TOLERANCE) is Reduction.MEAN_OF_NEXT_TOKENS
-
-
-def test_rounding_of_a_small_loss_is_compared_with_earlier_losses() -> None:
-    rounded = two(0.0062, first=0.004, second=0.002)
-    assert how_losses_add_up([rounded], shifts_labels=True, tolerance=HALF_TOLERANCE) is None
-    assert how_losses_add_up([rounded], shifts_labels=True, tolerance=HALF_TOLERANCE, scale=2.0) is not None

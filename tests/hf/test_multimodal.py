@@ -27,7 +27,6 @@ from tests.hf.trainers import arguments, difference, train, use_fsdp2
 from tests.ranks import run_on_ranks
 from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.hf import AdaptiveArguments, AdaptiveTrainer
-from torchtune_adaptive.hf.samples import KeepSamples
 
 pytestmark = pytest.mark.timeout(300)
 WORDS, IMAGE, VISION_START = 100, 120, 121
@@ -284,15 +283,6 @@ def test_evaluation_that_is_split_gives_each_sample_its_images(tmp_path: Path) -
     counts = stock.label_ids != -100
     assert np.abs(ours.predictions[counts] - stock.predictions[counts]).max() < 1e-5
     assert ours.metrics["test_loss"] == pytest.approx(stock.metrics["test_loss"], rel=1e-5)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_tokens_are_counted_after_collation(kind: str) -> None:
-    made, data = KINDS[kind](), samples(6)
-    batch = KeepSamples(made.collate)(data)["adaptive_samples"]
-    rows = (made.collate([sample])["labels"] for sample in data)
-    assert [sample.row_lengths for sample in batch.samples] == [[row.shape[-1]] for row in rows]
-    assert len({sample.length for sample in batch.samples}) > 1
 
 
 LIMITS = {"Qwen2-VL": (80, "3MiB"), "Llava": (40, "1500KiB"), "Whisper": (40, "2300KiB")}

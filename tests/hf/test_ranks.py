@@ -6,6 +6,7 @@ import os
 import re
 import signal
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,7 +21,16 @@ from transformers import Trainer
 from tests.distributed.faults.scenarios import SCENARIOS
 from tests.distributed.faults.sweeps import sweep
 from tests.forked_commands import run_forked
-from tests.hf.trainers import Counting, arguments, difference, failing_in_forward, tiny_llama, train, use_fsdp2
+from tests.hf.trainers import (
+    Counting,
+    arguments,
+    changing_loss,
+    difference,
+    failing_in_forward,
+    tiny_llama,
+    train,
+    use_fsdp2,
+)
 from tests.ranks import RankFailed, run_on_ranks
 from torchtune_adaptive.errors import RecoveryUnsupportedError
 from torchtune_adaptive.hf import AdaptiveArguments
@@ -78,17 +88,14 @@ def train_communicating(sharded: bool, here: Path) -> dict[str, float]:
     """Collective: the differences from stock if compute_loss gathers a factor or the number of labels, and with a
     buffer that the forward updates."""
 
-    class Gathers(Trainer):
-        def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
-            loss = super().compute_loss(*args, **kwargs)
-            factor = torch.tensor(1.0 + self.args.process_index)
-            return loss * self.accelerator.gather(factor).mean() * self.accelerator.reduce(factor, "sum")
+    def gathers(trainer: Any, loss: Any) -> Any:
+        factor = torch.tensor(1.0 + trainer.args.process_index)
+        return loss * trainer.accelerator.gather(factor).mean() * trainer.accelerator.reduce(factor, "sum")
 
     class GlobalMean(Trainer):
         def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-            local, everywhere = (inputs["labels"] != -100).sum(), None
-            everywhere = self.accelerator.gather(local).sum()
-            return super().compute_loss(model, inputs) * local / everywhere
+            local = (inputs["labels"] != -100).sum()
+            return super().compute_loss(model, inputs) * local / self.accelerator.gather(local).sum()
 
     class Counts(type(tiny_llama())):  # type: ignore[misc]
         def forward(self, input_ids: Any, **options: Any) -> Any:
@@ -104,23 +111,18 @@ def train_communicating(sharded: bool, here: Path) -> dict[str, float]:
         model.__class__ = Counts
         return model
 
+    cases: dict[str, Callable[[], dict[str, Any]]] = {
+        "gathers": lambda: {"base": changing_loss(gathers)},
+        "global mean": lambda: {"base": GlobalMean},
+        "buffer": lambda: {"model": counting()},
+    }
     if sharded:
         use_fsdp2()
-    cases: dict[str, Any] = {"gathers": {"base": Gathers}, "global mean": {"base": GlobalMean}}
-    if not sharded:
-        cases["buffer"] = {}
+        del cases["buffer"]
+    settings = arguments(here, max_steps=3, gradient_accumulation_steps=2, remove_unused_columns=False)
     found = {}
     for name, case in cases.items():
-        ours, stock = (
-            train(
-                here,
-                adaptive,
-                **case,
-                model=counting() if name == "buffer" else tiny_llama(),
-                arguments=arguments(here, max_steps=3, gradient_accumulation_steps=2, remove_unused_columns=False),
-            )
-            for adaptive in (AdaptiveArguments(), None)
-        )
+        ours, stock = (train(here, each, **case(), arguments=settings) for each in (AdaptiveArguments(), None))
         found[name] = difference(ours, stock)
     return found
 
@@ -212,16 +214,16 @@ def test_failure_at_any_operation_of_a_step_does_not_change_training(name: str, 
 def train_until_rank_1_is_killed(here: Path) -> None:
     """Collective: kills rank 1 in the backward of the fifth step, after a failure and a checkpoint."""
 
-    class Killed(Trainer):
-        def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
-            loss = super().compute_loss(*args, **kwargs)
-            if self.state.global_step == 4 and self.args.process_index == 1 and loss.requires_grad:
-                loss.register_hook(lambda _: os.kill(os.getpid(), signal.SIGKILL))
-            return loss
+    def is_killed(trainer: Any, loss: Any) -> Any:
+        if trainer.state.global_step == 4 and trainer.args.process_index == 1 and loss.requires_grad:
+            loss.register_hook(lambda _: os.kill(os.getpid(), signal.SIGKILL))
+        return loss
 
     use_fsdp2()
     settings = arguments(here, save_strategy="steps", save_steps=3)
-    train(here, AdaptiveArguments(), base=Killed, faults=[(2, 40)], failing_rank=1, arguments=settings)
+    train(
+        here, AdaptiveArguments(), base=changing_loss(is_killed), faults=[(2, 40)], failing_rank=1, arguments=settings
+    )
 
 
 def resume_and_compare(here: Path) -> tuple[float, list[float]]:

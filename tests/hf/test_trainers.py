@@ -5,8 +5,6 @@ TRL's are compared where TRL is installed, LoRA where PEFT works: it refuses the
 
 from __future__ import annotations
 
-import os
-import random
 import tempfile
 from functools import partial
 from pathlib import Path
@@ -17,11 +15,19 @@ import pytest
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
+from tests.hf.test_evaluation import out_of_memory
+from tests.hf.trainers import RANKS, arguments, difference, of_metrics, tiny_llama, train, trl_options, use_fsdp2
 from tests.ranks import RankFailed, run_on_ranks
+from torchtune_adaptive.hf import AdaptiveArguments, adaptive
 
 pytestmark = pytest.mark.timeout(600)
-RANKS = {"one process": 1, "DDP": 2, "FSDP2": 2}
 STEPS = 20
+WAYS: dict[str, tuple[AdaptiveArguments, list[tuple[int, int]]]] = {
+    "same": (AdaptiveArguments(), []),
+    "tokens": (AdaptiveArguments(token_budget=120), []),
+    "failed": (AdaptiveArguments(), [(2, 60), (5, 300)]),
+    "searched": (AdaptiveArguments(use_maximum_batch_size=True, memory_limit="32MiB"), []),
+}
 
 
 class Compared(NamedTuple):
@@ -42,123 +48,39 @@ def peft_works() -> bool:
     return True
 
 
-def texts(columns: list[str]) -> Any:
-    """Words that count up."""
-    from datasets import Dataset
+def options(trainer: str, folder: Path, lora: bool, config_options: dict[str, Any]) -> dict[str, Any]:
+    """Collective: arguments of `train`, made anew for each run."""
+    if trainer != "Trainer":
+        return trl_options(trainer, folder, lora=lora, max_steps=STEPS, **config_options)
+    given: dict[str, Any] = {"arguments": arguments(folder, max_steps=STEPS)}
+    if lora:
+        from peft import LoraConfig, get_peft_model
 
-    drawn = random.Random(3)
-
-    def counting() -> str:
-        start = drawn.randrange(200)
-        return " ".join(f"w{start + step}" for step in range(drawn.randint(3, 25))) + " "
-
-    return Dataset.from_list([{column: counting() for column in columns} for _ in range(120)])
-
-
-def tokenizer() -> Any:
-    from tokenizers import Tokenizer
-    from tokenizers.models import WordLevel
-    from tokenizers.pre_tokenizers import WhitespaceSplit
-    from transformers import PreTrainedTokenizerFast
-
-    words = Tokenizer(WordLevel({"<pad>": 0, "<eos>": 1, "<unk>": 2} | {f"w{n}": n + 3 for n in range(250)}, "<unk>"))
-    words.pre_tokenizer = WhitespaceSplit()  # type: ignore[assignment]
-    special = {"pad_token": "<pad>", "eos_token": "<eos>", "unk_token": "<unk>"}
-    return PreTrainedTokenizerFast(tokenizer_object=words, **special)
+        config = LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"])
+        given["model"] = get_peft_model(tiny_llama(), config)
+    return given
 
 
 def compare(trainer: str, lora: bool, placement: str, **config_options: Any) -> dict[str, Compared]:
     """Collective: 20 steps as they are, by tokens, after two failures, and after a search."""
-    os.environ |= {"HF_HUB_OFFLINE": "1", "TRL_EXPERIMENTAL_SILENCE": "1"}
-
-    from tests.hf.trainers import (
-        arguments,
-        difference,
-        even_words,
-        tiny_llama,
-        tiny_reward_model,
-        train,
-        use_fsdp2,
-    )  # fmt: skip
-    from torchtune_adaptive.hf import AdaptiveArguments
-
     if placement == "FSDP2":
         use_fsdp2()
-    generates, also = trainer in ("GRPOTrainer", "RLOOTrainer"), list[str]()
-
-    def options(folder: Path) -> dict[str, Any]:
-        """Made anew for each run."""
-        adapted: dict[str, Any] = {}
-        if lora:
-            from peft import LoraConfig, get_peft_model
-
-            config = LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"])
-            adapted = (
-                {"peft_config": config} if trainer != "Trainer" else {"model": get_peft_model(tiny_llama(), config)}
-            )
-        if trainer == "Trainer":
-            return {"arguments": arguments(folder, max_steps=STEPS), **adapted}
-        import trl
-
-        columns = {
-            "SFTTrainer": ["prompt", "completion"],
-            "DPOTrainer": ["prompt", "chosen", "rejected"],
-            "KTOTrainer": ["prompt", "completion"],
-            "RewardTrainer": ["chosen", "rejected"],
-        }.get(trainer, ["prompt"])
-        config, dataset = getattr(trl, trainer.replace("Trainer", "Config")), texts(columns)
-        if trainer in ("DPOTrainer", "KTOTrainer") and not lora:
-            adapted = {"ref_model": tiny_llama()}
-        if trainer == "KTOTrainer":
-            dataset = dataset.add_column("label", [number % 3 > 0 for number in range(len(dataset))])
-        if trainer == "RewardTrainer":
-            adapted = {"model": tiny_reward_model()}
-        if generates:
-            adapted |= {"reward_funcs": even_words}
-        else:
-            also[:] = ["num_tokens"]  # counters do not change when steps are repeated
-        return {
-            "base": getattr(trl, trainer),
-            "arguments": arguments(
-                folder, config, max_steps=STEPS, gradient_checkpointing=False, bf16=False, **config_options
-            ),
-            "data_collator": None,
-            "processing_class": tokenizer(),
-            "train_dataset": dataset,
-            **adapted,
-        }
-
-    ways: dict[str, tuple[AdaptiveArguments, list[tuple[int, int]]]] = {
-        "same": (AdaptiveArguments(), []),
-        "tokens": (AdaptiveArguments(token_budget=120), []),
-        "failed": (AdaptiveArguments(), [(2, 60), (5, 300)]),
-        "searched": (AdaptiveArguments(use_maximum_batch_size=True, memory_limit="32MiB"), []),
-    }
-    if generates:
-        del ways["searched"]
-    last = RANKS[placement] - 1
+    generates, last = trainer in ("GRPOTrainer", "RLOOTrainer"), RANKS[placement] - 1
+    # counters do not change when steps are repeated
+    counters = [] if generates or trainer == "Trainer" else ["num_tokens"]
+    least = 1.0 if generates else 1e-12  # advantages of about 1 whose sum is about 0
+    compared = {}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        stock = train(folder, **options(folder))
-        runs = {
-            way: train(folder, adaptive, faults=faults, failing_rank=last, **options(folder))
-            for way, (adaptive, faults) in ways.items()
-        }
-    least = 1.0 if generates else 1e-12  # advantages of about 1 whose sum is about 0
-    return {
-        way: Compared(
-            difference(run, stock, *also, least=least), run.column("oom_recoveries")[-1], of_metrics(run.log, stock.log)
-        )
-        for way, run in runs.items()
-    }
-
-
-def of_metrics(ours: list[dict[str, float]], stock: list[dict[str, float]]) -> float:
-    names = set(stock[0]) - {"step_time", "grad_norm", "loss"}
-    pairs = [
-        (mine[name], other[name]) for mine, other in zip(ours, stock, strict=True) for name in names & other.keys()
-    ]
-    return max(abs(mine - other) / max(abs(other), 1.0) for mine, other in pairs)
+        stock = train(folder, **options(trainer, folder, lora, config_options))
+        for way, (limits, faults) in WAYS.items():
+            if generates and way == "searched":
+                continue
+            given = options(trainer, folder, lora, config_options)
+            run = train(folder, limits, faults=faults, failing_rank=last, **given)
+            differs = difference(run, stock, *counters, least=least)
+            compared[way] = Compared(differs, run.column("oom_recoveries")[-1], of_metrics(run.log, stock.log))
+    return compared
 
 
 GENERATING: dict[str, Any] = {"num_generations": 4, "max_completion_length": 8, "temperature": 1.0}
@@ -211,24 +133,15 @@ def test_loss_that_compares_samples_is_refused_for_token_budgets(trainer: str, o
 
 def evaluation_losses(trainer: str, placement: str) -> list[float]:
     """Collective: the loss of an evaluation by stock and by ours, which runs out of memory on the last rank."""
-    import trl
-
-    from tests.hf.test_evaluation import out_of_memory
-    from tests.hf.trainers import arguments, tiny_llama, use_fsdp2
-    from torchtune_adaptive.hf import adaptive
-
     if placement == "FSDP2":
         use_fsdp2()
-    base, config = getattr(trl, trainer), getattr(trl, trainer.replace("Trainer", "Config"))
-    columns = ["prompt", "completion"] if trainer == "SFTTrainer" else ["prompt", "chosen", "rejected"]
-    options: dict[str, Any] = {"gradient_checkpointing": False, "bf16": False, "max_length": 64, "max_steps": 1}
-    losses, data = [], texts(columns)
+    losses = []
     fits = 2 if trainer == "SFTTrainer" else 4  # rows, of which DPO has two per sample
-    for kind, rows in (base, 1000), (adaptive(base), fits):
+    for changed, rows in (lambda base: base, 1000), (adaptive, fits):
         with tempfile.TemporaryDirectory() as folder:
-            settings = arguments(Path(folder), config, per_device_eval_batch_size=4, **options)
-            reference = {"ref_model": tiny_llama()} if trainer == "DPOTrainer" else {}
-            made = kind(tiny_llama(), args=settings, train_dataset=data, processing_class=tokenizer(), **reference)
+            given = trl_options(trainer, Path(folder), max_length=64, max_steps=1, per_device_eval_batch_size=4)
+            given["model"] = tiny_llama()
+            made = changed(given.pop("base"))(args=given.pop("arguments"), **given)
             made.train()
             with out_of_memory(made.model, rank=RANKS[placement] - 1, rows=rows) as failed:
                 losses.append(made.evaluate(made.train_dataset.select(range(22)))["eval_loss"])

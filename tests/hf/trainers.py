@@ -8,7 +8,7 @@ import random
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stdout
 from importlib import import_module
 from itertools import count
@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 
 LONGEST = 48
 STEPS = 6
+RANKS = {"one process": 1, "DDP": 2, "FSDP2": 2}
 
 
 class Counting(Dataset):
@@ -106,6 +107,18 @@ class Means(Trainer):
     def compute_loss(self, *args: Any, num_items_in_batch: Any = None, **kwargs: Any) -> Any:
         self.model_accepts_loss_kwargs = False
         return super().compute_loss(*args, **kwargs)
+
+
+def changing_loss(change: Callable[[Any, Tensor], Tensor], base: type = Trainer) -> type:
+    """Return a Trainer whose loss is `change(trainer, loss)`."""
+
+    class Changed(base):  # type: ignore[misc, valid-type]
+        def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
+            loss, outputs = super().compute_loss(model, inputs, return_outputs=True, **kwargs)
+            loss = change(self, loss)
+            return (loss, outputs) if return_outputs else loss
+
+    return Changed
 
 
 class Run(NamedTuple):

@@ -57,31 +57,21 @@ def test_card_name_contains_its_capability_so_that_compile_caches_stay_separate(
     assert names == [b"null device 7.5", b"null device 9.0"]
 
 
-def refused(tmp_path: Path, **environment: str) -> str:
-    """Return the error of the command if it cannot build with an empty cache."""
-    command = [sys.executable, "-m", "torchtune_adaptive.null_cuda", "80GB"]
-    there = {**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache"), **environment}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=there)
-    assert (done.returncode, done.stdout) == (1, "")
-    return done.stderr.splitlines()[-1].partition("NullCudaError: ")[2]
-
-
 @pytest.mark.parametrize(
     ("version", "built_for"),
     [("__version__, cuda = '2.99.0+cpu', None", "the CPU only"), ("__version__, cuda = '2.99.0', '12.8'", "CUDA 12.8")],
 )
-def test_torch_not_built_for_cuda_13_is_refused(tmp_path: Path, version: str, built_for: str) -> None:
+def test_command_refuses_a_torch_that_is_not_built_for_cuda_13(tmp_path: Path, version: str, built_for: str) -> None:
     (tmp_path / "torch").mkdir()
     (tmp_path / "torch" / "__init__.py").touch()
     (tmp_path / "torch" / "version.py").write_text(version)
-    message = refused(tmp_path, PYTHONPATH=str(tmp_path))
+    command = [sys.executable, "-m", "torchtune_adaptive.null_cuda", "80GB"]
+    there = {**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache"), "PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=there)
+    assert (done.returncode, done.stdout) == (1, "")
+    message = done.stderr.splitlines()[-1].partition("NullCudaError: ")[2]
     assert message.startswith("a null device needs a torch built for CUDA 13; torch 2.99.0")
     assert message.endswith(f" is built for {built_for}")
-
-
-def test_missing_compiler_names_the_packages_to_install(tmp_path: Path) -> None:
-    message = refused(tmp_path, PATH=str(tmp_path), CC="")
-    assert message == "a null device needs a C compiler (cc and nm): install gcc or build-essential"
 
 
 def test_unsupported_platform_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,39 +81,41 @@ def test_unsupported_platform_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         build()
 
 
-def test_unwritable_cache_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "file").touch()
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    with pytest.raises(NullCudaError, match=r"cannot build in .*file/torchtune_adaptive.*: set XDG_CACHE_HOME"):
-        build()
-
-
-@pytest.mark.parametrize("folder", ["with space", "co:lon"])
-def test_cache_path_that_ld_preload_would_split_is_refused(folder: str, tmp_path: Path) -> None:
-    message = refused(tmp_path, XDG_CACHE_HOME=str(tmp_path / folder))
-    assert message.startswith("the path of the cache has a space or a colon")
-
-
 @pytest.fixture
 def quick(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Use a separate cache and a small build, and import torch only once, which takes the longest."""
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(BUILDING, "_required", lambda *_: set())
     monkeypatch.setattr(BUILDING, "_run", run_once)
 
 
+@pytest.mark.parametrize(
+    ("variables", "reason"),
+    [
+        ({"CC": "", "PATH": ""}, r"needs a C compiler \(cc and nm\): install gcc or build-essential$"),
+        ({"CC": "/nope/gcc"}, "needs a C compiler"),
+        ({"CC": "cc '"}, "building the null device failed: "),
+        ({"CC": "false"}, "status 1; set CC to a working C compiler$"),
+        ({"XDG_CACHE_HOME": "file"}, r"cannot build in .*file/torchtune_adaptive.*: set XDG_CACHE_HOME$"),
+        # LD_PRELOAD would split these paths
+        ({"XDG_CACHE_HOME": "with space"}, "the path of the cache has a space or a colon"),
+        ({"XDG_CACHE_HOME": "co:lon"}, "the path of the cache has a space or a colon"),
+    ],
+)
 @pytest.mark.usefixtures("quick")
-def test_missing_compiler_is_refused_and_one_with_arguments_is_accepted(
-    monkeypatch: pytest.MonkeyPatch,
+def test_impossible_build_is_refused_with_a_remedy(
+    variables: dict[str, str], reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for compiler, expected in (
-        ("/nope/gcc", "needs a C compiler"),
-        ("cc '", "building the null device failed: "),
-        ("false", r"status 1; set CC to a working C compiler$"),
-    ):
-        monkeypatch.setenv("CC", compiler)
-        with pytest.raises(NullCudaError, match=expected):
-            build()
+    Path("file").touch()
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(NullCudaError, match=reason):
+        build()
+
+
+@pytest.mark.usefixtures("quick")
+def test_compiler_may_have_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CC", "cc -O0")
     assert build().stat().st_size > 0
 
