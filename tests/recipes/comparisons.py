@@ -17,10 +17,11 @@ from torchtune.modules.peft import LoRALinear
 
 from tests.captured_logs import captured_log
 from tests.ranks import run_on_ranks
-from tests.recipes.interrupted_runs import stopped_before_epoch
+from tests.recipes.interrupted_runs import train_until
 from tests.recipes.recorders import assert_same_figures, read_log
-from tests.recipes.running import RELATIVE, demo_config, run_ours, run_stock
+from tests.recipes.running import RELATIVE, demo_config, load_ours, run_ours, run_stock
 from tests.timeline import read_timeline
+from torchtune_adaptive.checkpoints.store import MANIFEST_FILE
 
 STOCK = "stock"
 
@@ -125,8 +126,9 @@ def run_one(group: Group, name: str, folder: Path) -> None:
     folder.mkdir(exist_ok=True)
     with adapters_like_those_of_one_process(), captured_log() as lines:
         if run.first is not None:
-            with stopped_before_epoch(1):
-                run_ours(group.kind, config(run.first))
+            recipe = load_ours(group.kind)(config(run.first))
+            recipe.setup()
+            train_until(recipe, recipe.runner, recipe.loop.schedule.epochs[0].steps + 1)
         if run.by_stock:
             run_stock(group.kind, config(run.overrides))
         else:
@@ -140,6 +142,9 @@ def assert_equals_its_reference(group: Group, name: str, ours: Finished, referen
     if group.stock_adds_ranks and group.runs[name].like == STOCK:
         expected = [{**step, "loss": step["loss"] / group.ranks} for step in expected]
     assert_same_figures(log, expected, group.figures, rel=group.rel, abs=group.abs)
+    if not group.runs[name].by_stock:
+        manifests = [json.loads(path.read_text()) for path in ours.folder.rglob(MANIFEST_FILE)]
+        assert {manifest["identity"]["recipe"] for manifest in manifests} == {group.kind}
     if group.compares_weights:
         torch.testing.assert_close(ours.weights(), reference.weights(), rtol=RELATIVE, atol=1e-6)
     if (ours.folder / "norms").exists():  # stock logs no gradient norms for pairs

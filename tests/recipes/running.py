@@ -9,7 +9,7 @@ import sys
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
@@ -24,7 +24,6 @@ from omegaconf import DictConfig, OmegaConf
 
 from tests.ranks import PATIENCE, run_on_ranks, use_next_port
 from torchtune_adaptive.config.command_line import config_and_overrides, locate, read_config
-from torchtune_adaptive.rl.settings import PPO_KEYS
 from torchtune_adaptive.tune import distributed
 
 STOCK = Path(torchtune.__file__).parent.parent / "recipes"
@@ -130,33 +129,30 @@ class Ended:
 
 def start_as_command(kind: str, arguments: Sequence[str], log: Path) -> Ended:
     """In a rank: run what `tune run` starts, with the output in a file."""
-    from torchtune_adaptive.lifecycle.entry_point import run_recipe
-
     file, status = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND), 0
     for stream in (1, 2):
         os.dup2(file, stream)
     with mock.patch.object(sys, "argv", [OURS[kind][0], *arguments]):
         try:
-            run_recipe(load_ours(kind), keys=PPO_KEYS if kind == "full_ppo" else ())
+            runpy.run_module(OURS[kind][0], run_name="__main__")
         except SystemExit as left:
             status = int(left.code or 0)
     logging.shutdown()
     return Ended(status, log.read_text(errors="replace"))
 
 
-Around = Callable[[], AbstractContextManager[Any]]
-
-
-def run_as_command(ranks: int, kind: str, folder: Path, *overrides: str, around: Around = nullcontext) -> list[Ended]:
-    """Run a demo config on forked ranks, each within this context."""
+def run_as_command(
+    ranks: int, kind: str, folder: Path, *overrides: str, config: Callable[..., DictConfig] | None = None
+) -> list[Ended]:
+    """Run a config, by default the demo config of this kind, on forked ranks."""
     folder.mkdir(parents=True, exist_ok=True)
-    OmegaConf.save(demo_config(kind, folder, *overrides), folder / "config.yaml")
-    return run_on_ranks(ranks, _run_config, kind, folder, around, timeout_s=60, in_group=False)
+    cfg = config(folder, *overrides) if config else demo_config(kind, folder, *overrides)
+    OmegaConf.save(cfg, folder / "config.yaml")
+    return run_on_ranks(ranks, _run_config, kind, folder, timeout_s=60, in_group=False)
 
 
-def _run_config(kind: str, folder: Path, around: Around) -> Ended:
-    with around():
-        return start_as_command(kind, ["--config", str(folder / "config.yaml")], folder / f"rank{os.environ['RANK']}")
+def _run_config(kind: str, folder: Path) -> Ended:
+    return start_as_command(kind, ["--config", str(folder / "config.yaml")], folder / f"rank{os.environ['RANK']}")
 
 
 def run_stock(kind: str, cfg: DictConfig) -> None:

@@ -13,11 +13,9 @@ from tests.recipes.comparisons import Group, Run, Runs, assert_equals_its_refere
 from tests.recipes.interrupted_runs import train_until
 from tests.recipes.ppo.rollouts import ppo_config, saved
 from tests.recipes.recorders import read_log
-from tests.recipes.running import load_ours, run_ours
+from tests.recipes.running import load_ours, run_as_command
 from torchtune_adaptive.engine.length_profile import MOST_POINTS
-from torchtune_adaptive.errors import AdaptiveError, OneRowDoesNotFitError, SampleTooLargeError
 from torchtune_adaptive.rl.stages import FIND_VALUES, FORWARD, STAGES, TRAIN_POLICY, TRAIN_VALUE
-from torchtune_adaptive.tune import distributed
 
 
 def fail_in_every_stage(recipe: Any) -> None:
@@ -227,28 +225,19 @@ def test_resumed_run_ends_with_the_weights_of_an_uninterrupted_run(tmp_path: Pat
         run_on_ranks(1, train_and_stop, tmp_path / "stopped", None, "num_steps=64", timeout_s=60, in_group=False)
 
 
-def refused(error: type[AdaptiveError], folder: Path, *overrides: str) -> str:
-    """Collective: return the message of a run that ends before training."""
-    with pytest.raises(error) as caught:
-        run_ours("full_ppo", ppo_config(folder, *overrides))
-    distributed.leave()
-    return str(caught.value)
-
-
 @pytest.mark.parametrize("kib", [2048, 512], ids=["no row", "not even the models"])
-def test_if_no_row_fits_every_rank_reports_the_required_memory(kib: int, tmp_path: Path) -> None:
+def test_if_no_row_fits_the_required_memory_is_reported_once(kib: int, tmp_path: Path) -> None:
     adam = ("optimizer._component_=torch.optim.AdamW", "optimizer.lr=0.001", "batch_size=4")
     searched = (f"adaptive.memory_limit=[9MiB,{kib}KiB]", "use_maximum_batch_size=True")
-    of_ranks = run_on_ranks(
-        2, refused, OneRowDoesNotFitError, tmp_path / "run", *adam, *searched, timeout_s=60, in_group=False
-    )
-    assert len({*of_ranks}) == 1
-    assert "on rank 1" in of_ranks[0]
+    ended = run_as_command(2, "full_ppo", tmp_path / "run", *adam, *searched, config=ppo_config)
+    assert [each.status for each in ended] == [1, 1]
+    [error] = [line for each in ended for line in each.output.splitlines() if line.startswith("error")]
+    assert "on rank 1" in error
+    assert "max_generated_tokens" in error
 
 
 def test_prompt_without_space_for_an_answer_under_a_token_budget_is_named(tmp_path: Path) -> None:
     budget = f"adaptive.token_budget={NEW + 6}"
-    [message] = run_on_ranks(
-        1, refused, SampleTooLargeError, tmp_path / "run", *VARIED, budget, timeout_s=60, in_group=False
-    )
-    assert "room for 6" in message
+    [ended] = run_as_command(1, "full_ppo", tmp_path / "run", *VARIED, budget, config=ppo_config)
+    assert ended.status == 1
+    assert "room for 6" in ended.output

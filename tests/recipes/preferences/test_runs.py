@@ -129,7 +129,9 @@ def train(kind: str, folder: Path, *overrides: str) -> None:
 
 
 def test_quantized_weights_serve_as_reference_and_policy(tmp_path: Path) -> None:
-    run_on_ranks(2, train, "lora_dpo", tmp_path / "run", *SGD, *QUANTIZED, timeout_s=90, in_group=False)
+    adapter = "save_adapter_weights_only=True"
+    run_on_ranks(2, train, "lora_dpo", tmp_path / "run", *SGD, *QUANTIZED, adapter, timeout_s=90, in_group=False)
+    assert [path.name for path in (tmp_path / "run").rglob("*model*.*")] == ["adapter_model.pt"]
     losses = [step["loss"] for step in read_log(tmp_path / "run" / "log.jsonl")]
     assert losses[0] == pytest.approx(0.6931, abs=1e-3), "before the first update both are the same model"
     assert losses[-1] != losses[0]
