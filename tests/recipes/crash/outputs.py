@@ -101,7 +101,7 @@ def faults_of_a_stop(point: Point, life: Life, trained: int | None, saved: int) 
     [(name, rank, step, moment, checkpoint)] = ends
     if not point.launcher and (name, rank) != (f"SIG{point.blow.split()[0]}", str(point.rank or "")):
         yield f"printed signal: {name} on rank {rank}"
-    if point.stage == PROBE and moment != "during the search":
+    if point.stage == PROBE and not moment.startswith("during the search"):
         yield f"printed moment: {moment}"
     if (step, bool(checkpoint)) != (str(trained or ""), saved > 0):
         yield f"printed step {step} and checkpoint {checkpoint} after step {trained}, with step {saved} saved"

@@ -32,7 +32,7 @@ from tests.recipes.crash.runs import KILLED, STOPPED
 SIGNALLED = at(at_the_start, in_a_step, in_the_last_save, whom=(RANK_1,), blows=(TWICE, HUP))
 
 
-@pytest.mark.smoke("full/2/searched forked signals")
+@pytest.mark.smoke("full/2/searched forked signals-stopped-1")
 @pytest.mark.parametrize(
     ("plan", "ended", "least"),  # fewer than planned: the run may finish before the last points
     [
