@@ -18,10 +18,12 @@ from torchtune.modules.peft import LoRALinear
 from tests.captured_logs import captured_log
 from tests.ranks import run_on_ranks
 from tests.recipes.interrupted_runs import train_until
+from tests.recipes.ppo.rollouts import run_stock_ppo
 from tests.recipes.recorders import assert_same_figures, read_log
 from tests.recipes.running import RELATIVE, demo_config, load_ours, run_ours, run_stock
 from tests.timeline import read_timeline
 from torchtune_adaptive.checkpoints.store import MANIFEST_FILE
+from torchtune_adaptive.rl.ppo import VALUE_FOLDER
 
 STOCK = "stock"
 
@@ -81,8 +83,11 @@ class Finished(NamedTuple):
     def weights(self) -> dict[str, torch.Tensor]:
         """Load the weights of the last epoch, of PPO's value model too."""
         last = max((self.folder / "out").glob("epoch_*"))
-        files = {file: torch.load(file, weights_only=True) for file in last.rglob("model-00001-of-00001.bin")}
-        return {f"{file.parent.name}.{key}": each for file, weights in files.items() for key, each in weights.items()}
+        found: dict[str, torch.Tensor] = {}
+        for file in last.rglob("model-00001-of-00001.bin"):
+            weights = torch.load(file, weights_only=True)
+            found |= {f"{VALUE_FOLDER in file.parts}.{key}": each for key, each in weights.items()}
+        return found
 
 
 Runs = Callable[[str, str], Finished]
@@ -130,7 +135,8 @@ def run_one(group: Group, name: str, folder: Path) -> None:
             recipe.setup()
             train_until(recipe, recipe.runner, recipe.loop.schedule.epochs[0].steps + 1)
         if run.by_stock:
-            run_stock(group.kind, config(run.overrides))
+            cfg = config(run.overrides)
+            run_stock_ppo(cfg) if group.kind == "full_ppo" else run_stock(group.kind, cfg)
         else:
             run_ours(group.kind, config(run.overrides), run.prepare)
     (folder / f"lines{os.environ['RANK']}.json").write_text(json.dumps(lines))
@@ -154,6 +160,18 @@ def assert_equals_its_reference(group: Group, name: str, ours: Finished, referen
         assert min(expected_norms) > 0
         # probes come first
         assert norms[-len(expected_norms) :] == pytest.approx(expected_norms, rel=group.rel)
+
+
+def expect_announcements(recipe: Any) -> None:
+    """From here on, each step must announce the samples of the next one of its epoch: it costs a collective less."""
+    training, steps = recipe.loop.stages.training, recipe.loop.schedule.epochs[0].steps
+    run = training.run
+
+    def checked(samples: Any, *, step: int, upcoming: Any = None) -> Any:
+        assert (upcoming is None) == (step % steps == 0)
+        return run(samples, step=step, upcoming=upcoming)
+
+    training.run = checked
 
 
 @contextmanager

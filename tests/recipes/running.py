@@ -121,10 +121,11 @@ def start_in_process(kind: str, *arguments: str, train: bool = False) -> None:
 
 @dataclass(frozen=True)
 class Ended:
-    """How a rank ended."""
+    """How a rank or a command ended."""
 
     status: int
     output: str
+    """Its stdout and stderr, interleaved as a user sees them."""
 
 
 def start_as_command(kind: str, arguments: Sequence[str], log: Path) -> Ended:
@@ -204,24 +205,13 @@ def saved_weights(folder: Path, epoch: int = 0) -> dict[str, torch.Tensor]:
     return loaded
 
 
-@dataclass(frozen=True)
-class Finished:
-    """A command that has ended by itself."""
-
-    status: int
-    output: str
-    """Its stdout and stderr, interleaved as a user sees them."""
-    seconds: float
-
-
-def run_command(command: Sequence[str], *, cwd: Path, timeout_s: float) -> Finished:
+def run_command(command: Sequence[str], *, cwd: Path, timeout_s: float) -> Ended:
     """Run a command with a mark in its environment; kill all its processes at the end or after the timeout (given for
     an idle machine).
 
     A session would not be enough, because torchrun starts every rank in a new session.
     """
     timeout_s *= PATIENCE
-    began = time.monotonic()
     mark = uuid.uuid4().hex
     process = subprocess.Popen(
         command,
@@ -240,7 +230,7 @@ def run_command(command: Sequence[str], *, cwd: Path, timeout_s: float) -> Finis
         raise AssertionError(f"still running after {timeout_s} s: {' '.join(command)}\n{output}") from None
     finally:
         end_marked(COMMAND_MARK, mark)
-    return Finished(process.returncode, output, time.monotonic() - began)
+    return Ended(process.returncode, output)
 
 
 def tune_run(
@@ -249,8 +239,8 @@ def tune_run(
     ranks: int | None,
     cwd: Path,
     timeout_s: float,
-    run: Callable[..., Finished] = run_command,
-) -> Finished:
+    run: Callable[..., Ended] = run_command,
+) -> Ended:
     """Run `tune run` as a user does. Without `ranks`, there is no launcher and the recipe runs in tune's process."""
     launcher = [] if ranks is None else ["--nproc_per_node", str(ranks)]
     tune = str(Path(sys.executable).parent / "tune")

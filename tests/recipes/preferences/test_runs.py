@@ -9,7 +9,15 @@ import torch
 
 from tests.forked_commands import tune_run_forked
 from tests.ranks import run_on_ranks
-from tests.recipes.comparisons import Group, Run, Runs, assert_equals_its_reference, compared, runs_in
+from tests.recipes.comparisons import (
+    Group,
+    Run,
+    Runs,
+    assert_equals_its_reference,
+    compared,
+    expect_announcements,
+    runs_in,
+)
 from tests.recipes.recorders import events_of, read_log, search_results
 from tests.recipes.running import SGD, demo_config, run_ours
 from torchtune_adaptive.tune.preference import POLICY, REFERENCE
@@ -39,7 +47,7 @@ GROUPS = {
             "plain": Run(),
             "searched": Run((MEASURED, "use_maximum_batch_size=True")),
             "starved": Run(("adaptive.memory_limit=17MiB", "adaptive.regrow_after=0")),
-            "tokens": Run((MEASURED, "adaptive.token_budget=auto")),
+            "tokens": Run((MEASURED, "adaptive.token_budget=auto"), prepare=expect_announcements),
             "padded tokens": Run(("adaptive.token_budget=700", "adaptive.padding=True", "adaptive.deal=False")),
             "compiled": Run(("compile=True", "enable_activation_checkpointing=True")),
             "one rank": Run(("batch_size=32",), ranks=1),
