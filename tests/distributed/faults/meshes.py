@@ -32,7 +32,7 @@ from torch.utils.checkpoint import checkpoint
 from torchtune import modules, training
 from torchtune.models.llama3 import llama3
 
-from tests.distributed.models import VOCABULARY, Parts, computes, device
+from tests.distributed.models import VOCABULARY, Parts, batch_of, computes, device
 from torchtune_adaptive.engine.results import Totals
 
 LENGTH = 8
@@ -75,11 +75,7 @@ class OnMesh:
             layer.compile(backend="aot_eager")
 
         def forward_backward(samples: Sequence[Tensor]) -> Totals:
-            tokens = nn.utils.rnn.pad_sequence([*samples], batch_first=True)
-            labels = nn.utils.rnn.pad_sequence([*samples], batch_first=True, padding_value=-100)
-            labels = F.pad(labels[:, 1:], (0, 1), value=-100)
-            target_tokens = int((labels != -100).sum())
-            tokens, labels = tokens.to(device()), labels.to(device())
+            tokens, labels, target_tokens = batch_of(samples)
             logits = model(tokens)
             with loss_parallel() if isinstance(logits, DTensor) else nullcontext():
                 mean = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100)
