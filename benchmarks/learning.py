@@ -15,9 +15,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.results import Result
-from tests.ranks import free_ports, run_on_ranks
-from tests.recipes.ppo.rollouts import ppo_config, run_ppo
+from tests.ranks import run_on_ranks
+from tests.recipes.ppo.rollouts import ppo_config
 from tests.recipes.recorders import read_log
+from tests.recipes.running import run_ours
 
 SEEDS = (0, 1, 2, 3, 4)
 ITERATIONS = 30
@@ -51,15 +52,15 @@ def run(pairs: int) -> Result:
 
 def row_of(seed: int) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as folder:
-        run_on_ranks(1, train, Path(folder) / "run", seed, free_ports(1)[0], timeout_s=300, in_group=False)
+        run_on_ranks(1, train, Path(folder) / "run", seed, timeout_s=300, in_group=False)
         scores = [float(line["scores"]) for line in read_log(Path(folder) / "run" / "log.jsonl")]
     assert len(scores) == ITERATIONS
     return {"seed": seed, "first": scores[0], "tenth": scores[9], "twentieth": scores[19], "last": scores[-1]}
 
 
-def train(folder: Path, seed: int, port: int) -> None:
+def train(folder: Path, seed: int) -> None:
     """Collective: train the demo with this seed."""
-    run_ppo(ppo_config(folder, *AS_THE_DEMO, f"seed={seed}"), port)
+    run_ours("full_ppo", ppo_config(folder, *AS_THE_DEMO, f"seed={seed}"))
 
 
 def check(first: Sequence[float], last: Sequence[float]) -> None:

@@ -25,7 +25,7 @@ from typing import IO
 from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
 from tests.ranks import PATIENCE, started
-from tests.recipes.running import Finished, environment, tune_run
+from tests.recipes.running import Ended, environment, tune_run
 from torchtune_adaptive import dependencies
 
 ROOT = Path(__file__).parents[1]
@@ -33,14 +33,13 @@ FIRST_FREE = 3
 """The first file descriptor after stdin, stdout and stderr."""
 
 
-def run_forked(command: Sequence[str], *, cwd: Path, timeout_s: float, expect_no_leftovers: bool = False) -> Finished:
+def run_forked(command: Sequence[str], *, cwd: Path, timeout_s: float, expect_no_leftovers: bool = False) -> Ended:
     """Run a command like `running.run_command`: kill all its processes at the end or after the timeout (given for an
     idle machine).
 
     With `expect_no_leftovers`, raise an error if the command leaves a process behind.
     """
     timeout_s *= PATIENCE
-    began = time.monotonic()
     process = Forked(command, cwd)
     lines: list[str] = []
     reader = threading.Thread(target=lambda: lines.extend(process.stdout), daemon=True)
@@ -55,7 +54,7 @@ def run_forked(command: Sequence[str], *, cwd: Path, timeout_s: float, expect_no
     if status is None:
         raise AssertionError(f"still running after {timeout_s} s: {' '.join(command)}\n{output}")
     assert not (left and expect_no_leftovers), f"left running: {left}\n{output}"
-    return Finished(status, output, time.monotonic() - began)
+    return Ended(status, output)
 
 
 tune_run_forked = partial(tune_run, run=run_forked)

@@ -211,22 +211,27 @@ def samples_of(rank: int, count: int, seed: int = 0, longest: int = 8) -> list[T
     return [torch.randint(0, VOCABULARY, (length,), generator=generator) for length in lengths]
 
 
+def batch_of(samples: Sequence[Tensor]) -> tuple[Tensor, Tensor, int]:
+    """Return padded tokens, the next token of each, and the number of those that are not padding."""
+    tokens = nn.utils.rnn.pad_sequence([*samples], batch_first=True)
+    labels = nn.utils.rnn.pad_sequence([*samples], batch_first=True, padding_value=-100)
+    labels = F.pad(labels[:, 1:], (0, 1), value=-100)
+    return tokens.to(device()), labels.to(device()), int((labels != -100).sum())
+
+
 def forward_backward_of(model: nn.Module, *, joined: bool = False) -> Callable[[Sequence[Tensor]], Totals]:
     """Return the function that a recipe passes to StepRunner: next-token loss, summed over target tokens."""
     if joined:
         return partial(_joined_forward_backward, model)
 
     def forward_backward(samples: Sequence[Tensor]) -> Totals:
-        tokens = nn.utils.rnn.pad_sequence(list(samples), batch_first=True)
-        labels = nn.utils.rnn.pad_sequence(list(samples), batch_first=True, padding_value=-100)[:, 1:]
-        target_tokens = int((labels != -100).sum())
-        tokens, labels = tokens.to(device()), labels.to(device())
+        tokens, labels, target_tokens = batch_of(samples)
         with logits_only_for(
             model, partial(_filled_up, chunks) if (chunks := getattr(model, "num_output_chunks", 0)) else None
         ):
             found = model(tokens)
         logits = (found if isinstance(found, Tensor) else torch.cat(found, 1))[:, : labels.size(1)]
-        loss = F.cross_entropy(logits.reshape(-1, VOCABULARY).float(), labels.reshape(-1), reduction="sum")
+        loss = F.cross_entropy(logits.reshape(-1, VOCABULARY).float(), labels.flatten(), reduction="sum")
         loss.backward()
         return Totals(loss.detach(), target_tokens)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.recipes.running import Finished, run_command
+from tests.recipes.running import Ended, run_command
 
 ROOT = Path(__file__).parents[2]
 RECIPES = {path.name for path in (ROOT / "recipes").glob("*.py")}
@@ -16,7 +16,7 @@ CONFIGS = {path.relative_to(ROOT / "configs").as_posix() for path in (ROOT / "co
 TUNE = ("-m", "torchtune._cli.tune", "run")
 
 
-def run_ok(*command: str, cwd: Path, timeout_s: float = 120) -> Finished:
+def run_ok(*command: str, cwd: Path, timeout_s: float = 120) -> Ended:
     ended = run_command(command, cwd=cwd, timeout_s=timeout_s)
     assert ended.status == 0, ended.output
     return ended

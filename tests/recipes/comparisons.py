@@ -17,10 +17,13 @@ from torchtune.modules.peft import LoRALinear
 
 from tests.captured_logs import captured_log
 from tests.ranks import run_on_ranks
-from tests.recipes.interrupted_runs import stopped_before_epoch
+from tests.recipes.interrupted_runs import train_until
+from tests.recipes.ppo.rollouts import run_stock_ppo
 from tests.recipes.recorders import assert_same_figures, read_log
-from tests.recipes.running import RELATIVE, demo_config, run_ours, run_stock
+from tests.recipes.running import RELATIVE, demo_config, load_ours, run_ours, run_stock
 from tests.timeline import read_timeline
+from torchtune_adaptive.checkpoints.store import MANIFEST_FILE
+from torchtune_adaptive.rl.ppo import VALUE_FOLDER
 
 STOCK = "stock"
 
@@ -80,8 +83,11 @@ class Finished(NamedTuple):
     def weights(self) -> dict[str, torch.Tensor]:
         """Load the weights of the last epoch, of PPO's value model too."""
         last = max((self.folder / "out").glob("epoch_*"))
-        files = {file: torch.load(file, weights_only=True) for file in last.rglob("model-00001-of-00001.bin")}
-        return {f"{file.parent.name}.{key}": each for file, weights in files.items() for key, each in weights.items()}
+        found: dict[str, torch.Tensor] = {}
+        for file in last.rglob("model-00001-of-00001.bin"):
+            weights = torch.load(file, weights_only=True)
+            found |= {f"{VALUE_FOLDER in file.parts}.{key}": each for key, each in weights.items()}
+        return found
 
 
 Runs = Callable[[str, str], Finished]
@@ -125,10 +131,12 @@ def run_one(group: Group, name: str, folder: Path) -> None:
     folder.mkdir(exist_ok=True)
     with adapters_like_those_of_one_process(), captured_log() as lines:
         if run.first is not None:
-            with stopped_before_epoch(1):
-                run_ours(group.kind, config(run.first))
+            recipe = load_ours(group.kind)(config(run.first))
+            recipe.setup()
+            train_until(recipe, recipe.runner, recipe.loop.schedule.epochs[0].steps + 1)
         if run.by_stock:
-            run_stock(group.kind, config(run.overrides))
+            cfg = config(run.overrides)
+            run_stock_ppo(cfg) if group.kind == "full_ppo" else run_stock(group.kind, cfg)
         else:
             run_ours(group.kind, config(run.overrides), run.prepare)
     (folder / f"lines{os.environ['RANK']}.json").write_text(json.dumps(lines))
@@ -140,6 +148,9 @@ def assert_equals_its_reference(group: Group, name: str, ours: Finished, referen
     if group.stock_adds_ranks and group.runs[name].like == STOCK:
         expected = [{**step, "loss": step["loss"] / group.ranks} for step in expected]
     assert_same_figures(log, expected, group.figures, rel=group.rel, abs=group.abs)
+    if not group.runs[name].by_stock:
+        manifests = [json.loads(path.read_text()) for path in ours.folder.rglob(MANIFEST_FILE)]
+        assert {manifest["identity"]["recipe"] for manifest in manifests} == {group.kind}
     if group.compares_weights:
         torch.testing.assert_close(ours.weights(), reference.weights(), rtol=RELATIVE, atol=1e-6)
     if (ours.folder / "norms").exists():  # stock logs no gradient norms for pairs
@@ -149,6 +160,18 @@ def assert_equals_its_reference(group: Group, name: str, ours: Finished, referen
         assert min(expected_norms) > 0
         # probes come first
         assert norms[-len(expected_norms) :] == pytest.approx(expected_norms, rel=group.rel)
+
+
+def expect_announcements(recipe: Any) -> None:
+    """From here on, each step must announce the samples of the next one of its epoch: it costs a collective less."""
+    training, steps = recipe.loop.stages.training, recipe.loop.schedule.epochs[0].steps
+    run = training.run
+
+    def checked(samples: Any, *, step: int, upcoming: Any = None) -> Any:
+        assert (upcoming is None) == (step % steps == 0)
+        return run(samples, step=step, upcoming=upcoming)
+
+    training.run = checked
 
 
 @contextmanager

@@ -9,7 +9,7 @@ import sys
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
@@ -24,7 +24,6 @@ from omegaconf import DictConfig, OmegaConf
 
 from tests.ranks import PATIENCE, run_on_ranks, use_next_port
 from torchtune_adaptive.config.command_line import config_and_overrides, locate, read_config
-from torchtune_adaptive.rl.settings import PPO_KEYS
 from torchtune_adaptive.tune import distributed
 
 STOCK = Path(torchtune.__file__).parent.parent / "recipes"
@@ -122,41 +121,39 @@ def start_in_process(kind: str, *arguments: str, train: bool = False) -> None:
 
 @dataclass(frozen=True)
 class Ended:
-    """How a rank ended."""
+    """How a rank or a command ended."""
 
     status: int
     output: str
+    """Its stdout and stderr, interleaved as a user sees them."""
 
 
 def start_as_command(kind: str, arguments: Sequence[str], log: Path) -> Ended:
     """In a rank: run what `tune run` starts, with the output in a file."""
-    from torchtune_adaptive.lifecycle.entry_point import run_recipe
-
     file, status = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND), 0
     for stream in (1, 2):
         os.dup2(file, stream)
     with mock.patch.object(sys, "argv", [OURS[kind][0], *arguments]):
         try:
-            run_recipe(load_ours(kind), keys=PPO_KEYS if kind == "full_ppo" else ())
+            runpy.run_module(OURS[kind][0], run_name="__main__")
         except SystemExit as left:
             status = int(left.code or 0)
     logging.shutdown()
     return Ended(status, log.read_text(errors="replace"))
 
 
-Around = Callable[[], AbstractContextManager[Any]]
-
-
-def run_as_command(ranks: int, kind: str, folder: Path, *overrides: str, around: Around = nullcontext) -> list[Ended]:
-    """Run a demo config on forked ranks, each within this context."""
+def run_as_command(
+    ranks: int, kind: str, folder: Path, *overrides: str, config: Callable[..., DictConfig] | None = None
+) -> list[Ended]:
+    """Run a config, by default the demo config of this kind, on forked ranks."""
     folder.mkdir(parents=True, exist_ok=True)
-    OmegaConf.save(demo_config(kind, folder, *overrides), folder / "config.yaml")
-    return run_on_ranks(ranks, _run_config, kind, folder, around, timeout_s=60, in_group=False)
+    cfg = config(folder, *overrides) if config else demo_config(kind, folder, *overrides)
+    OmegaConf.save(cfg, folder / "config.yaml")
+    return run_on_ranks(ranks, _run_config, kind, folder, timeout_s=60, in_group=False)
 
 
-def _run_config(kind: str, folder: Path, around: Around) -> Ended:
-    with around():
-        return start_as_command(kind, ["--config", str(folder / "config.yaml")], folder / f"rank{os.environ['RANK']}")
+def _run_config(kind: str, folder: Path) -> Ended:
+    return start_as_command(kind, ["--config", str(folder / "config.yaml")], folder / f"rank{os.environ['RANK']}")
 
 
 def run_stock(kind: str, cfg: DictConfig) -> None:
@@ -208,24 +205,13 @@ def saved_weights(folder: Path, epoch: int = 0) -> dict[str, torch.Tensor]:
     return loaded
 
 
-@dataclass(frozen=True)
-class Finished:
-    """A command that has ended by itself."""
-
-    status: int
-    output: str
-    """Its stdout and stderr, interleaved as a user sees them."""
-    seconds: float
-
-
-def run_command(command: Sequence[str], *, cwd: Path, timeout_s: float) -> Finished:
+def run_command(command: Sequence[str], *, cwd: Path, timeout_s: float) -> Ended:
     """Run a command with a mark in its environment; kill all its processes at the end or after the timeout (given for
     an idle machine).
 
     A session would not be enough, because torchrun starts every rank in a new session.
     """
     timeout_s *= PATIENCE
-    began = time.monotonic()
     mark = uuid.uuid4().hex
     process = subprocess.Popen(
         command,
@@ -244,7 +230,7 @@ def run_command(command: Sequence[str], *, cwd: Path, timeout_s: float) -> Finis
         raise AssertionError(f"still running after {timeout_s} s: {' '.join(command)}\n{output}") from None
     finally:
         end_marked(COMMAND_MARK, mark)
-    return Finished(process.returncode, output, time.monotonic() - began)
+    return Ended(process.returncode, output)
 
 
 def tune_run(
@@ -253,8 +239,8 @@ def tune_run(
     ranks: int | None,
     cwd: Path,
     timeout_s: float,
-    run: Callable[..., Finished] = run_command,
-) -> Finished:
+    run: Callable[..., Ended] = run_command,
+) -> Ended:
     """Run `tune run` as a user does. Without `ranks`, there is no launcher and the recipe runs in tune's process."""
     launcher = [] if ranks is None else ["--nproc_per_node", str(ranks)]
     tune = str(Path(sys.executable).parent / "tune")

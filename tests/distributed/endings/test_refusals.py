@@ -27,7 +27,6 @@ from torchtune_adaptive.engine.fsdp import why_recovery_is_off
 from torchtune_adaptive.engine.limits import Limit, RowLimit, TokenLimit
 from torchtune_adaptive.engine.memory import MemoryMeter
 from torchtune_adaptive.engine.recovery import Recovery
-from torchtune_adaptive.engine.results import Totals
 from torchtune_adaptive.engine.step import StepRunner
 from torchtune_adaptive.errors import (
     AdaptiveError,
@@ -145,47 +144,28 @@ def other_collectives_of_a_group() -> None:
     fail(runner := with_inside(twice_on_rank_0))
 
 
-def run_replicas(spread: Callable[[nn.Module, int], nn.Module], frozen: nn.Module | None = None, node: int = 0) -> None:
-    def train(samples):
-        loss = model(torch.stack(samples)).sum()
-        loss.backward()
-        return Totals(loss.detach(), len(samples))
-
-    model = spread(nn.Sequential(nn.Linear(8, 8)), node)
-    recovery = Recovery(*filter(None, (model, frozen)))
-    runner_of(model, 4, train, recovery).run([torch.ones(8)], step=1)
+def fill_weights(model: nn.Module, value: int) -> None:
+    for parameter in model.parameters():
+        getattr(parameter, "_local_tensor", parameter).data.fill_(value)
 
 
-def other_weights(spread: Callable[[nn.Module, int], nn.Module]) -> None:
-    run_replicas(spread, node=dist.get_rank() // 2)
+def other_weights(config: str) -> None:
+    fill_weights(model := build(REPLICAS[config]), dist.get_rank() // 2)
+    run_steps(runner_of(model, 4))
 
 
-def another_frozen_model(node: Callable[[int], int]) -> None:
+def another_frozen_model(differs: bool) -> None:
     """Each model is compared among its own replicas: here shards in nodes, and one replica per rank."""
-    run_replicas(in_nodes, as_replicas(nn.Sequential(nn.Linear(8, 8)), node(dist.get_rank())))
+    model, frozen = build(REPLICAS["shards in nodes"]), build(REPLICAS["replicated"])
+    fill_weights(frozen, int(differs and dist.get_rank() == 3))
+    run_steps(runner_of(model, 4, recovery=Recovery(model, frozen)))
 
 
-def in_nodes(model: nn.Module, node: int) -> nn.Module:
-    nn.init.constant_(model[0].weight, node)
-    return fully_shard(model, mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")))
-
-
-def as_replicas(model: nn.Module, node: int) -> nn.Module:
-    nn.init.constant_(model[0].weight, node)
-    return replicate(model, mesh=init_device_mesh("cpu", (4,), mesh_dim_names=("replicate",)))
-
-
-def whole(model: nn.Module, node: int) -> nn.Module:
-    nn.init.constant_(model[0].weight, node)
-    return model
-
-
-def only_on_the_last(rank: int) -> int:
-    return rank // 3
-
-
-def nowhere(rank: int) -> int:
-    return 0
+REPLICAS = {
+    "shards in nodes": ModelConfig(replicas=2),
+    "replicated": ModelConfig(replicated=True),
+    "whole": ModelConfig(sharded=False),
+}
 
 
 # models and loops that cannot be repeated
@@ -395,8 +375,8 @@ REFUSED = [
     case(DIFFERENT, other_numbers_in_tensor_parallelism, (8, 8), (8, 4), names=("8 samples", "2 microbatches")),
     case(DIFFERENT, other_names_of_sums, "b", names=("Totals.sums",)),
     case(DIFFERENT, other_names_of_sums, "ab", names=("Totals.sums",)),
-    *(case(DIFFERENT, other_weights, spread, ranks=4, names=NODES) for spread in (in_nodes, as_replicas, whole)),
-    case(DIFFERENT, another_frozen_model, only_on_the_last, ranks=4, names=("rank 3", "rank 0")),
+    *(case(DIFFERENT, other_weights, config, ranks=4, names=NODES) for config in REPLICAS),
+    case(DIFFERENT, another_frozen_model, True, ranks=4, names=("rank 3", "rank 0")),
     case(DIFFERENT, changed_by_a_search, "full", names=("1000 B",)),
     case(DIFFERENT, changed_by_a_search, "clamps", names=("rank 1",)),
     case(UNSUPPORTED, parameters_kept_gathered, names=("set_reshard_after_backward(False)",)),
@@ -455,7 +435,7 @@ def without_differences() -> None:
     changed_by_a_search("usual")
 
 
-@pytest.mark.parametrize(("function", "ranks"), [(without_differences, 2), (partial(another_frozen_model, nowhere), 4)])
+@pytest.mark.parametrize(("function", "ranks"), [(without_differences, 2), (partial(another_frozen_model, False), 4)])
 def test_equal_ranks_are_not_refused(function: Callable[[], object], ranks: int) -> None:
     assert run_on_ranks(ranks, refusal_of, function) == [None] * ranks
 

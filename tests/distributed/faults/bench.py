@@ -11,7 +11,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from tests.distributed.faults.scenarios import Scenario
-from tests.distributed.models import Gradients, gradients_equal, gradients_of, runner_of
+from tests.distributed.models import gradients_of, runner_of
 from tests.fault_injection import FaultInjector
 from torchtune_adaptive.engine.fsdp import is_whole
 from torchtune_adaptive.engine.recovery import Recovery
@@ -45,21 +45,18 @@ def over_ranks(mine: float) -> float:
     return total.item()
 
 
-class Step(NamedTuple):
+class Stepped(NamedTuple):
     """The outcome of a step, compared bit by bit."""
 
-    gradients: Gradients
-    loss_sum: float
-    target_tokens: int
-    grad_norm: Tensor
+    tensors: list[Tensor | None]
+    """Weights or gradients, and other results of a rank."""
+    figures: dict[str, float]
     rng: Tensor
 
-    def same_as(self, other: "Step") -> bool:
-        return (
-            gradients_equal(self.gradients, other.gradients)
-            and self[1:3] == other[1:3]
-            and torch.equal(self.grad_norm, other.grad_norm)
-            and torch.equal(self.rng, other.rng)
+    def same_as(self, other: "Stepped") -> bool:
+        pairs = [*zip(self.tensors, other.tensors, strict=True), (self.rng, other.rng)]
+        return self.figures == other.figures and all(
+            mine is its if mine is None or its is None else torch.equal(mine, its) for mine, its in pairs
         )
 
 
@@ -84,7 +81,7 @@ class Bench:
     def model(self) -> nn.Module:
         return self.models[0]
 
-    def undisturbed(self, rows: int) -> Step:
+    def undisturbed(self, rows: int) -> Stepped:
         """Collective: run plain microbatches of `rows`, without this package."""
         self._start()
         loss_sum, target_tokens = torch.zeros(()), 0
@@ -107,7 +104,7 @@ class Bench:
         runner.close()
         return names
 
-    def disturbed(self, runner: StepRunner[Tensor], place: int | None) -> tuple[Step, int]:
+    def disturbed(self, runner: StepRunner[Tensor], place: int | None) -> tuple[Stepped, int]:
         """Collective: run a step that runs out of memory at `place`; return outcome and failures on this rank."""
         self._start()
         runner.load_state_dict(self.fresh)
@@ -140,9 +137,10 @@ class Bench:
         self.model.zero_grad(set_to_none=True)
         torch.manual_seed(7 + dist.get_rank())
 
-    def _outcome(self, totals: Totals) -> Step:
+    def _outcome(self, totals: Totals) -> Stepped:
         gradients, rng, norm = gradients_of(self.model), torch.get_rng_state(), torch.zeros(())
         if self.case.model.clips:
             norm = nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
             norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
-        return Step(gradients, totals.loss_sum.item(), totals.target_tokens, norm, rng)
+        figures = {"loss": totals.loss_sum.item(), "tokens": totals.target_tokens}
+        return Stepped([*gradients.values(), norm], figures, rng)

@@ -32,7 +32,7 @@ from torch.utils.checkpoint import checkpoint
 from torchtune import modules, training
 from torchtune.models.llama3 import llama3
 
-from tests.distributed.models import VOCABULARY, Parts, computes, device
+from tests.distributed.models import VOCABULARY, Parts, batch_of, computes, device
 from torchtune_adaptive.engine.results import Totals
 
 LENGTH = 8
@@ -75,11 +75,7 @@ class OnMesh:
             layer.compile(backend="aot_eager")
 
         def forward_backward(samples: Sequence[Tensor]) -> Totals:
-            tokens = nn.utils.rnn.pad_sequence([*samples], batch_first=True)
-            labels = nn.utils.rnn.pad_sequence([*samples], batch_first=True, padding_value=-100)
-            labels = F.pad(labels[:, 1:], (0, 1), value=-100)
-            target_tokens = int((labels != -100).sum())
-            tokens, labels = tokens.to(device()), labels.to(device())
+            tokens, labels, target_tokens = batch_of(samples)
             logits = model(tokens)
             with loss_parallel() if isinstance(logits, DTensor) else nullcontext():
                 mean = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100)
@@ -251,18 +247,25 @@ class Checked(nn.Linear):
         return result
 
 
-class Mixture(nn.Module):
-    def __init__(self, layers: Iterable[nn.Module], *, checkpointing: bool) -> None:
+class Stack(nn.Module):
+    """Layers between an embedding and a head. Ranks of a mesh take a part of each sequence, and gather their logits."""
+
+    def __init__(
+        self, layers: Iterable[nn.Module], *, checkpointing: bool = False, mesh: DeviceMesh | None = None
+    ) -> None:
         super().__init__()
         self.embedding, self.output = nn.Embedding(VOCABULARY, DIM), nn.Linear(DIM, VOCABULARY)
         self.layers = nn.ModuleList(layers)
-        self.checkpointing = checkpointing
+        self.checkpointing, self.mesh = checkpointing, mesh
 
     def forward(self, tokens: Tensor) -> Tensor:
+        if self.mesh is not None:
+            tokens = tokens.chunk(self.mesh.size(), 1)[self.mesh.get_local_rank()]
         states = self.embedding(tokens)
         for layer in self.layers:
             states = checkpoint(layer, states, use_reentrant=False) if self.checkpointing else layer(states)
-        return self.output(states)
+        logits = self.output(states)
+        return logits if self.mesh is None else all_gather_tensor_autograd(logits, 1, self.mesh.get_group())
 
 
 def expert_parallel(case: OnMesh) -> nn.Module:
@@ -271,7 +274,7 @@ def expert_parallel(case: OnMesh) -> nn.Module:
     sizes = (case.experts_sharded_by, dist.get_world_size() // case.experts_sharded_by)
     mesh = init_device_mesh(device().type, sizes, mesh_dim_names=("shards", "experts"))
     layers = [RoutedExperts(mesh["experts"], counts_mask=each) for each in (False, True)]
-    model = Mixture(layers, checkpointing=case.checkpointing).to(device())
+    model = Stack(layers, checkpointing=case.checkpointing).to(device())
     precision = MixedPrecisionPolicy(case.param_dtype)
     whole: set[nn.Parameter] = set()
     for layer in model.layers:
@@ -358,25 +361,10 @@ class InContext(nn.Module):
         return states + self.outer(F.scaled_dot_product_attention(mine, every, every))
 
 
-class SplitSequences(nn.Module):
-    """A model that runs on a part of each sequence, and gathers its logits."""
-
-    def __init__(self, mesh: DeviceMesh) -> None:
-        super().__init__()
-        self.mesh = mesh
-        self.embedding, self.output = nn.Embedding(VOCABULARY, DIM), nn.Linear(DIM, VOCABULARY)
-        self.layers = nn.ModuleList(InContext(mesh) for _ in range(2))
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        states = self.embedding(tokens.chunk(self.mesh.size(), 1)[self.mesh.get_local_rank()])
-        for layer in self.layers:
-            states = layer(states)
-        return all_gather_tensor_autograd(self.output(states), 1, self.mesh.get_group())
-
-
 def context_parallel(case: OnMesh) -> nn.Module:
     """Collective: build a model under context parallelism; FSDP shards layers over all ranks."""
-    model = SplitSequences(mesh_of(case)["shared"]).to(device())
+    mesh = mesh_of(case)["shared"]
+    model = Stack([InContext(mesh) for _ in range(2)], mesh=mesh).to(device())
     for each in (*model.layers, model):
         fully_shard(each, mesh=init_device_mesh(device().type, (dist.get_world_size(),)))
     return model
@@ -384,7 +372,7 @@ def context_parallel(case: OnMesh) -> nn.Module:
 
 def sharded(layer: Callable[[], nn.Module], case: OnMesh) -> nn.Module:
     """Collective: build a model with such layers, for FSDP alone: ranks exchange no activations."""
-    model = Mixture([layer(), layer()], checkpointing=case.checkpointing).to(device())
+    model = Stack([layer(), layer()], checkpointing=case.checkpointing).to(device())
     for each in (*model.layers, model):
         fully_shard(each, mp_policy=MixedPrecisionPolicy(case.param_dtype))
     return model

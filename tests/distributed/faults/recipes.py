@@ -3,7 +3,7 @@
 import tempfile
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 from unittest import mock
 
 import torch
@@ -11,7 +11,7 @@ import torch.distributed as dist
 from omegaconf import DictConfig
 from torch import Tensor
 
-from tests.distributed.faults.bench import fail_there, operations_of
+from tests.distributed.faults.bench import Stepped, fail_there, operations_of
 from tests.distributed.faults.scenarios import ON_PAIRS, Scenario
 from tests.distributed.models import computes, device
 from tests.fault_injection import FaultInjector
@@ -71,21 +71,6 @@ def runners_of(recipe: Any) -> dict[str, StepRunner[Any]]:
 
 
 build_once = cache(build)
-
-
-class Stepped(NamedTuple):
-    """The outcome of a step, compared bit by bit: weights, or gradients and the stored reference log-probabilities."""
-
-    tensors: list[Tensor]
-    figures: dict[str, float]
-    rng: Tensor
-
-    def same_as(self, other: "Stepped") -> bool:
-        return (
-            all(torch.equal(mine, its) for mine, its in zip(self.tensors, other.tensors, strict=True))
-            and self.figures == other.figures
-            and torch.equal(self.rng, other.rng)
-        )
 
 
 class RecipeBench:

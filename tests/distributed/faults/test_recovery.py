@@ -8,7 +8,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tests.captured_logs import captured_log
 from tests.distributed.faults.bench import Bench
 from tests.distributed.faults.scenarios import SCENARIOS
 from tests.distributed.models import (
@@ -102,51 +101,6 @@ def memory_left_over_by_failures() -> list[int]:
 def test_repeated_step_starts_with_the_memory_of_the_failed_one():
     healthy, failing = run_on_ranks(2, memory_left_over_by_failures)
     assert failing == healthy == [0] * len(FAILURES)
-
-
-def train_capped(cap_bytes: int | None) -> tuple[list[float], int, int]:
-    """Train four steps with AdamW, the third on long samples, with a memory cap on rank 1 only."""
-    model = build(ModelConfig(dropout=0.0))
-    meter = MemoryMeter()
-    meter.count(model.parameters())
-    runner = runner_of(model, 4)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    losses = []
-    with meter:
-        for step in range(4):
-            meter.cap_bytes = cap_bytes if dist.get_rank() == 1 else None
-            samples = samples_of(dist.get_rank(), 4, seed=step, longest=32 if step == 2 else 8)
-            result = runner.run(samples, step=step)
-            losses.append(result.loss_sum.item() / result.target_tokens)
-            with runner.committing("optimizer.step", last_checkpoint=None):
-                optimizer.step()
-            optimizer.zero_grad()
-    return losses, runner.recoveries, meter.peak_bytes
-
-
-@pytest.mark.smoke
-def test_run_with_a_memory_cap_has_the_losses_of_an_uncapped_run():
-    (expected, _, need_bytes), _ = run_on_ranks(2, train_capped, None)
-    for losses, recoveries, _ in run_on_ranks(2, train_capped, int(0.6 * need_bytes)):
-        assert recoveries >= 1
-        assert losses == pytest.approx(expected, rel=1e-4)  # after Adam, with different microbatches
-
-
-def log_of_a_recovery(failing: tuple[int, ...]) -> list[str]:
-    model = build(ModelConfig())
-    samples = [torch.ones(length, dtype=torch.int64) for length in (3, 5, 9, 4)]
-    runner = runner_of(model, 2)
-    with captured_log() as lines, FaultInjector(runner) as faults:
-        for rank in failing:
-            faults.fail_at(rank=rank, step=412, operation=1200)  # in the second microbatch
-        runner.run(samples, step=412)
-    return lines
-
-
-@pytest.mark.parametrize(("failing", "who"), [((1,), "rank 1"), ((0, 1), "ranks 0, 1")])
-def test_recovery_is_one_log_line_on_rank_0(failing: tuple[int, ...], who: str):
-    line = f"step 412: out of memory on {who} (longest sample 9 tokens): microbatch 2 -> 1 row, step repeated"
-    assert run_on_ranks(2, log_of_a_recovery, failing) == [[line], []]
 
 
 def operations_that_copy() -> tuple[int, int]:

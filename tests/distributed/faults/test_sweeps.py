@@ -1,21 +1,14 @@
 """A step recovers from an out-of-memory error. `python -m tests.distributed.faults` tries every operation."""
 
-import re
 import sys
-from pathlib import Path
 
 import pytest
-import torch
 
 from tests.distributed.faults.meshes import OnMesh
-from tests.distributed.faults.recipes import RecipeBench
 from tests.distributed.faults.scenarios import KINDS, ON_PAIRS, SCENARIOS, RecipeStage, Scenario
 from tests.distributed.faults.sweeps import Outcome, sweep
-from tests.forked_commands import run_forked
 from tests.ranks import run_on_ranks
 from torchtune_adaptive.rl.stages import GENERATE, TRAIN_POLICY
-from torchtune_adaptive.tune.preference import PAIRS, POLICY, REFERENCE
-from torchtune_adaptive.tune.samples import PAIR
 
 PLAIN = ("", "3 ranks, two fail", "fails in the retry too", "fails in the drain too", "first pass", "reduce once")
 PLAIN += ("reduce once, fails in the drain too", "error of DTensor", "error of a driver")
@@ -83,37 +76,3 @@ def test_out_of_memory_error_in_a_stage_does_not_change_the_step(kind: str) -> N
     cases = [case for case in cases if kind in (case.model.kind, "hybrid")]
     for outcomes in run_on_ranks(cases[0].world_size, sweep_all, cases, timeout_s=200):
         assert set(outcomes.values()) == {(2, 2, 0, 0)}
-
-
-def fill() -> tuple[bool, float, float]:
-    """Run a step with and without a filler; return whether gradients are equal, the pairs counted and the difference
-    in loss.
-    """
-    bench = RecipeBench(Scenario("", RecipeStage("full_dpo", POLICY), world_size=1))
-    stages, model, pairs = bench.stages, bench.recipe.model, [dict(pair) for pair in bench.samples]
-    stages[REFERENCE].run(pairs, step=1)
-    losses, gradients = [], []
-    for microbatches in ([pairs], [pairs, [PAIR.filler(pairs[0])]]):
-        result, _ = stages[POLICY].attempt(microbatches)
-        losses.append(float(result.loss_sum))
-        gradients.append([parameter.grad.clone() for parameter in model.parameters()])
-        model.zero_grad()
-    return all(map(torch.equal, *gradients)), float(result.sums[PAIRS]), losses[1] - losses[0]
-
-
-def test_filler_does_not_count() -> None:
-    assert run_on_ranks(1, fill, timeout_s=60) == [(True, 4, 0.0)]
-
-
-def test_example_with_torchtitan_recovers_with_less_memory_on_one_rank() -> None:
-    pytest.importorskip(
-        "torchtitan", reason="needs torchtitan 0.3.0, which is not a dependency: see docs/torchtitan.md"
-    )
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=4"]
-    example = [*launcher, "examples/torchtitan_models.py", "llama"]
-    run = run_forked(example, cwd=Path(__file__).parents[3], timeout_s=120)
-    assert run.status == 0, run.output
-    assert re.search(r"step \d: out of memory on rank 3 .*microbatch 8 -> 4 rows, step repeated", run.output)
-    losses = [float(loss) for loss in re.findall(r"loss (\d+\.\d+)", run.output)]
-    assert len(losses) == 6
-    assert losses[-1] < losses[0]

@@ -171,15 +171,20 @@ def search_where_rank_1_fails_in_passing(at_calls: tuple[int, ...]) -> tuple[int
 SHORTEST, SHORTEST_AGAIN = 1, 3  # between them is the replay, which determines the remaining collectives
 
 
-@pytest.mark.parametrize("at_calls", [(SHORTEST,), (3,)], ids=["the shortest sample", "the first whole row"])
-def test_one_row_is_tried_again_before_it_is_reported_as_too_large(at_calls: tuple[int, ...]):
-    assert run_on_ranks(2, search_where_rank_1_fails_in_passing, at_calls) == [(4, "")] * 2
-
-
-def test_one_row_that_fails_twice_is_an_error_on_all_ranks():
-    first, second = run_on_ranks(2, search_where_rank_1_fails_in_passing, (SHORTEST, SHORTEST_AGAIN))
+@pytest.mark.parametrize(
+    ("at_calls", "rows", "message"),
+    [
+        ((SHORTEST,), 4, ""),
+        ((3,), 4, ""),  # the first whole row
+        ((SHORTEST, SHORTEST_AGAIN), 0, "one row of 16 tokens runs out of memory on rank 1"),
+    ],
+    ids=str,
+)
+def test_one_row_is_tried_again_before_it_is_reported_as_too_large(at_calls: tuple[int, ...], rows: int, message: str):
+    first, second = run_on_ranks(2, search_where_rank_1_fails_in_passing, at_calls)
     assert first == second
-    assert first[1].startswith("one row of 16 tokens runs out of memory on rank 1")
+    assert first[0] == rows
+    assert first[1].startswith(message)
 
 
 def profile_if_one_rank_rounds_badly() -> Profile:

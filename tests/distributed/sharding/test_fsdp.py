@@ -1,24 +1,20 @@
-"""FSDP2, hybrid sharding and replicas in loops without torchtune, with options other than `fully_shard(module)`."""
+"""FSDP2, hybrid sharding and replicas in loops with frozen layers, errors, and microbatches of their own."""
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import cache
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed._composable.replicate_with_fsdp import replicate
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from tests.distributed import models
 from tests.distributed.count_collectives import ALL_REDUCE, CountCollectives
-from tests.distributed.faults.bench import over_ranks
-from tests.distributed.models import mesh_of, samples_of
+from tests.distributed.models import ModelConfig, build, forward_backward_of, mesh_of, runner_of, samples_of
 from tests.fault_injection import FaultInjector, wrapping_passes
 from tests.ranks import run_on_ranks
 from torchtune_adaptive.engine.fsdp import exchanges_activations
@@ -27,80 +23,39 @@ from torchtune_adaptive.engine.step import StepRunner
 from torchtune_adaptive.errors import UnrecoverableError
 
 SAMPLES = 8
+WHOLE = ModelConfig(layers=1, dropout=0.0, sharded=False)
+SHARDED = replace(WHOLE, sharded=True)
+IN_NODES, REPLICATED = replace(SHARDED, replicas=2), replace(SHARDED, replicated=True)
 
 
-def plain_model(seed: int = 1) -> nn.Module:
-    torch.manual_seed(seed)
-    blocks = [nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32)) for _ in range(2)]
-    return nn.Sequential(nn.Embedding(64, 32), *blocks, nn.Linear(32, 64))
-
-
-def sharded_in_nodes(model: nn.Module) -> nn.Module:
-    for module in (*model, model):
-        fully_shard(module, mesh=mesh_of(2))
-    return model
-
-
-def sharded(model: nn.Module) -> nn.Module:
-    for module in (*model, model):
-        fully_shard(module, mesh=mesh_of())
-    return model
-
-
-def replicated(model: nn.Module) -> nn.Module:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("replicate",))
-    for module in (*model, model):
-        replicate(module, mesh=mesh)
-    return model
-
-
-def loss_of(model: nn.Module, samples: Sequence[Tensor]) -> Tensor:
-    tokens = nn.utils.rnn.pad_sequence(list(samples), batch_first=True)
-    labels = nn.utils.rnn.pad_sequence(list(samples), batch_first=True, padding_value=-100)[:, 1:]
-    return F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), labels.flatten(), reduction="sum")
-
-
-def runner_of(model: nn.Module, rows: int = 4) -> StepRunner[Tensor]:
-    def forward_backward(samples: Sequence[Tensor]) -> Totals:
-        loss = loss_of(model, samples)
-        loss.backward()
-        return Totals(loss.detach(), sum(map(len, samples)))
-
-    return models.runner_of(model, rows, forward_backward)
+def samples_here() -> list[Tensor]:
+    return samples_of(dist.get_rank(), SAMPLES)
 
 
 def whole_gradients(model: nn.Module) -> Tensor:
     """Collective."""
-    found = [parameter.grad for parameter in model.parameters()]
+    found = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
     return torch.cat([(each.full_tensor() if isinstance(each, DTensor) else each).flatten() for each in found])
 
 
 @cache
 def gradients_of_one_process() -> Tensor:
     """Compute the gradients of all ranks' samples in one process, averaged over ranks like FSDP."""
-    model = plain_model()
-    for rank in range(dist.get_world_size()):
-        for sample in samples_of(rank, SAMPLES):
-            (loss_of(model, [sample]) / dist.get_world_size()).backward()
-    return torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
+    return mean_over_ranks(build(WHOLE), [samples_of(rank, SAMPLES) for rank in range(dist.get_world_size())])
 
 
-def run_out(runner: StepRunner[Tensor], operation: int, *, step: int = 1, failing: int = 1) -> None:
-    """Collective: fail in this step and check that its gradients are those of one process."""
-    expected = gradients_of_one_process()
-    with FaultInjector(runner).fail_at(rank=failing, step=step, operation=operation) as faults:
-        result = runner.run(samples_of(dist.get_rank(), SAMPLES), step=step)
-    assert (over_ranks(faults.fired), result.recoveries) == (1, 1)
-    error = (whole_gradients(runner.model) - expected).abs().max() / expected.abs().max()
-    assert error.item() < 1e-5
+def mean_over_ranks(model: nn.Module, samples: Sequence[Sequence[Tensor]]) -> Tensor:
+    for sample in itertools.chain(*samples):
+        forward_backward_of(model)([sample])
+    return whole_gradients(model) / len(samples)
 
 
 def sums_over_replicas(rows: int) -> int:
-    runner = runner_of(sharded_in_nodes(plain_model()), rows)
-    runner.run(samples_of(dist.get_rank(), SAMPLES), step=0)  # the first step also compares replicas
+    runner = runner_of(build(IN_NODES), rows)
+    runner.run(samples_here(), step=0)  # the first step also compares replicas
     runner.model.zero_grad()
     with CountCollectives() as counted:
-        runner.run(samples_of(dist.get_rank(), SAMPLES), step=1)
+        runner.run(samples_here(), step=1)
     return counted.seen[ALL_REDUCE]
 
 
@@ -109,9 +64,9 @@ def test_replicas_reduce_gradients_once_per_step():
     assert split == whole > 1  # one of them is the agreement
 
 
-def break_off(spread: Callable[[nn.Module], nn.Module], microbatch: int) -> StepRunner[Tensor]:
+def break_off(config: ModelConfig, microbatch: int) -> StepRunner[Tensor]:
     """Collective: return a runner after user code raised an error on all ranks in one of four microbatches."""
-    runner, begun = runner_of(spread(plain_model()), rows=2), itertools.count()
+    runner, begun = runner_of(build(config), 2), itertools.count()
 
     def broken(inside: str):
         if next(begun) == microbatch:
@@ -119,12 +74,12 @@ def break_off(spread: Callable[[nn.Module], nn.Module], microbatch: int) -> Step
         return nullcontext()
 
     with wrapping_passes(runner, broken), pytest.raises(KeyError):
-        runner.run(samples_of(dist.get_rank(), SAMPLES), step=1)
+        runner.run(samples_here(), step=1)
     return runner
 
 
 def backward_of_the_user(runner: StepRunner[Tensor]) -> None:
-    loss_of(runner.model, samples_of(dist.get_rank(), SAMPLES)).backward()
+    forward_backward_of(runner.model)(samples_here())
 
 
 def use_the_model_after_the_runner(runner: StepRunner[Tensor]) -> None:
@@ -138,17 +93,17 @@ def use_the_model_during_the_runner(runner: StepRunner[Tensor]) -> None:
 
 
 def use_the_runner_after_that(runner: StepRunner[Tensor]) -> None:
-    runner.run(samples_of(dist.get_rank(), SAMPLES), step=2)
+    runner.run(samples_here(), step=2)
 
 
 USES = (use_the_model_after_the_runner, use_the_model_during_the_runner, use_the_runner_after_that)
 
 
-def next_gradients(spread: Callable[[nn.Module], nn.Module]) -> dict[str, float]:
+def next_gradients(config: ModelConfig) -> dict[str, float]:
     """Collective: return the gradient error after an aborted step, or without one, by use of the model."""
     errors = {}
     for next_use, microbatch in itertools.product(USES, (None, 0, 2, 3)):
-        runner = runner_of(spread(plain_model())) if microbatch is None else break_off(spread, microbatch)
+        runner = runner_of(build(config), 4) if microbatch is None else break_off(config, microbatch)
         next_use(runner)
         difference = whole_gradients(runner.model) - gradients_of_one_process()
         errors[f"{next_use.__name__}, {microbatch}"] = difference.abs().max().item()
@@ -156,10 +111,10 @@ def next_gradients(spread: Callable[[nn.Module], nn.Module]) -> dict[str, float]
     return errors
 
 
-@pytest.mark.smoke("sharded_in_nodes")
-@pytest.mark.parametrize("spread", [sharded_in_nodes, replicated])
-def test_aborted_step_does_not_change_the_next_gradients(spread: Callable):
-    for errors in run_on_ranks(4, next_gradients, spread):
+@pytest.mark.smoke("sharded in nodes")
+@pytest.mark.parametrize("config", [IN_NODES, REPLICATED], ids=["sharded in nodes", "replicated"])
+def test_aborted_step_does_not_change_the_next_gradients(config: ModelConfig):
+    for errors in run_on_ranks(4, next_gradients, config):
         assert max(errors.values()) < 1e-3, errors
 
 
@@ -168,7 +123,7 @@ class SometimesTwoHeads(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.body, self.head = plain_model(), nn.Linear(64, 64)
+        self.body, self.head = build(WHOLE), nn.Linear(64, 64)
 
     def forward(self, tokens: Tensor) -> Tensor:
         found = self.body(tokens)
@@ -177,21 +132,16 @@ class SometimesTwoHeads(nn.Module):
 
 def use_a_head_in_all_but_the_last() -> str | float:
     """Collective: return the error message of the run, or the largest gradient error."""
-    samples = [torch.arange(1, 20) + dist.get_rank(), torch.arange(1, 6)]
-    torch.manual_seed(1)
+    samples = [[torch.arange(1, 20) + rank, torch.arange(1, 6)] for rank in range(dist.get_world_size())]
     model, alone = SometimesTwoHeads(), SometimesTwoHeads()
     alone.load_state_dict(model.state_dict())
     for module in (model.body, model.head, model):
         fully_shard(module, mesh=mesh_of(2))
     try:
-        runner_of(model, rows=1).run(samples, step=1)
+        runner_of(model, 1).run(samples[dist.get_rank()], step=1)
     except UnrecoverableError as error:
         return str(error)
-    for rank in range(4):
-        for sample in (torch.arange(1, 20) + rank, torch.arange(1, 6)):
-            (loss_of(alone, [sample]) / 4).backward()
-    expected = torch.cat([parameter.grad.flatten() for parameter in alone.parameters()])
-    return (whole_gradients(model) - expected).abs().max().item()
+    return (whole_gradients(model) - mean_over_ranks(alone, samples)).abs().max().item()
 
 
 def test_gradients_missing_from_the_last_microbatch_are_reduced_or_end_the_run():
@@ -206,7 +156,7 @@ def test_gradients_missing_from_the_last_microbatch_are_reduced_or_end_the_run()
 
 def exchange_with_weights_loaded_after_sharding() -> bool:
     """Replace the parameters of a sharded model by others, as transformers does when it loads weights."""
-    model = sharded(plain_model())
+    model = build(SHARDED)
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
             setattr(module, name, nn.Parameter(parameter.detach().clone()))
@@ -218,14 +168,17 @@ def test_weights_loaded_after_sharding_are_still_those_of_fsdp() -> None:
 
 
 def unfreeze() -> None:
-    """Freeze the first block in step 1, train it in step 2, and fail in step 2."""
-    model = sharded(plain_model())
-    model[1].requires_grad_(False)
-    runner = runner_of(model)
-    runner.run(samples_of(dist.get_rank(), SAMPLES), step=1)
-    model[1].requires_grad_(True)
-    model.zero_grad(set_to_none=True)
-    run_out(runner, 60, step=2)
+    """Freeze the first layer in step 1, train it in step 2, and fail in step 2."""
+    model = build(SHARDED)
+    model.layers[0].requires_grad_(False)
+    runner = runner_of(model, 4)
+    runner.run(samples_here(), step=1)
+    model.layers[0].requires_grad_(True)
+    model.zero_grad()
+    with FaultInjector(runner).fail_at(rank=1, step=2, operation=60):
+        assert runner.run(samples_here(), step=2).recoveries == 1
+    expected = gradients_of_one_process()
+    assert (whole_gradients(model) - expected).abs().max() < 1e-5 * expected.abs().max()
 
 
 def test_layers_may_be_unfrozen_between_steps() -> None:
@@ -240,12 +193,10 @@ def skip_a_step() -> float:
         model.set_requires_gradient_sync(number % 4 == 3)
         if number == 5:
             raise ValueError("a loss that is no number")
-        loss = loss_of(model, samples)
-        loss.backward()
-        return Totals(loss.detach(), sum(map(len, samples)))
+        return forward_backward_of(model)(samples)
 
-    model, numbers = sharded(plain_model()), itertools.count()
-    runner, samples = models.runner_of(model, 2, accumulating), samples_of(dist.get_rank(), SAMPLES)
+    model, numbers = build(SHARDED), itertools.count()
+    runner, samples = runner_of(model, 2, accumulating), samples_here()
     runner.run(samples, step=1)
     expected = whole_gradients(model)
     model.zero_grad(set_to_none=True)

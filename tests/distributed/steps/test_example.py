@@ -9,20 +9,32 @@ from tests.forked_commands import run_forked
 ROOT = Path(__file__).parents[3]
 
 
-def output_of(example: str) -> str:
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    run = run_forked([*launcher, f"examples/{example}"], cwd=ROOT, timeout_s=120)
+def output_of(example: str, *options: str, ranks: int = 2) -> str:
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
+    run = run_forked([*launcher, f"examples/{example}", *options], cwd=ROOT, timeout_s=120)
     assert run.status == 0, run.output
     return run.output
 
 
+def check_recovery(output: str, recovery: str, steps: int) -> None:
+    assert re.search(recovery, output)
+    losses = [float(loss) for loss in re.findall(r"loss (\d+\.\d+)", output)]
+    assert len(losses) == steps
+    assert losses[-1] < losses[0]
+
+
 @pytest.mark.smoke
 def test_plain_fsdp2_example_recovers_with_less_memory_on_one_rank():
-    output = output_of("plain_fsdp2.py")
-    assert re.search(r"step 1: out of memory on rank 1 .*microbatch 16 -> 8 rows, step repeated", output)
-    losses = [float(loss) for loss in re.findall(r"loss (\d+\.\d+)", output)]
-    assert len(losses) == 8
-    assert losses[-1] < losses[0]
+    recovery = r"step 1: out of memory on rank 1 .*microbatch 16 -> 8 rows, step repeated"
+    check_recovery(output_of("plain_fsdp2.py"), recovery, steps=8)
+
+
+def test_example_with_torchtitan_recovers_with_less_memory_on_one_rank() -> None:
+    pytest.importorskip(
+        "torchtitan", reason="needs torchtitan 0.3.0, which is not a dependency: see docs/torchtitan.md"
+    )
+    recovery = r"step \d: out of memory on rank 3 .*microbatch 8 -> 4 rows, step repeated"
+    check_recovery(output_of("torchtitan_models.py", "llama", ranks=4), recovery, steps=6)
 
 
 def test_batch_size_example_trains_with_the_size_it_found():

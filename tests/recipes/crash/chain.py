@@ -88,7 +88,7 @@ class Chain:
         life = self.live_once(points.popleft())
         while life.ended in (KILLED, STOPPED):
             life = self.live_once(points.popleft() if points else None)
-        if life.ended == FINISHED:
+        if life.ended == FINISHED and not outputs.END.search(life.output):
             self.check_end()
         else:
             self.tally.fault(f"{self.how}: {life.ended}\n{life.output}")

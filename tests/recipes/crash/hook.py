@@ -31,7 +31,8 @@ PROBE, STEP = "probe", "step"
 """Count the probes of the search, or the steps of this process, once for each stage of a step."""
 LAST_STEP, LAST_SAVE = "last-step", "last-save"
 """The last stage of the last step; and the operations of the save after it."""
-KILL, TERM, INT = "KILL", "TERM", "INT"
+KILL, TERM, INT, HUP, TWICE = "KILL", "TERM", "INT", "HUP", "INT INT"
+"""Signals; two are sent one right after the other."""
 
 DIR_FD_AT = {"os.remove": 1, "os.rmdir": 1, "os.rename": 2, "os.symlink": 2, "os.mkdir": 2}
 """Position of the folder argument that the path of an event is relative to."""
@@ -206,7 +207,8 @@ class Trap:
         own = os.getppid() if point.launcher else os.getpid()
         other = self._notes_folder / f"pid{point.rank}"
         victim = own if point.launcher or point.rank == self._rank else int(other.read_text())
-        os.kill(victim, signal.Signals[f"SIG{point.blow}"])
+        for name in point.blow.split():
+            os.kill(victim, signal.Signals[f"SIG{name}"])
         if point.blow != KILL:
             time.sleep(HEARD_S)
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from tests.recipes.crash.hook import TIME, Point
+from tests.recipes.crash.hook import PROBE, TIME, Point
 from tests.recipes.crash.runs import EPOCHS, KEEP, STEPS, STEPS_PER_EPOCH, Life
 from tests.timeline import read_timeline
 from torchtune_adaptive.checkpoints.store import MANIFEST_FILE
@@ -16,8 +16,8 @@ from torchtune_adaptive.lifecycle.run_state import LOCK_FILE
 
 LAST_EPOCH = f"epoch_{EPOCHS - 1}"
 END = re.compile(
-    r"^(SIG\w+?)(?: on rank (\d))?: stopped (?:after step (\d+)|.*); (?:last checkpoint: (\S+)|nothing is saved)\. "
-    r"To (?:resume|restart): .*resume_from_checkpoint=auto",
+    r"^(SIG\w+?)(?: on rank (\d))?: stopped (?:after step (\d+)|(.*)); "
+    r"(?:last checkpoint: (\S+)\. To resume|nothing is saved\. To restart): .*resume_from_checkpoint=auto",
     re.M,
 )
 
@@ -98,9 +98,11 @@ def faults_of_a_stop(point: Point, life: Life, trained: int | None, saved: int) 
     if len(ends) != 1 or "ended immediately" in life.output:
         yield f"printed {len(ends)} ends, or took one signal for two"
         return
-    [(name, rank, step, checkpoint)] = ends
-    if not point.launcher and (name, rank) != (f"SIG{point.blow}", str(point.rank or "")):
+    [(name, rank, step, moment, checkpoint)] = ends
+    if not point.launcher and (name, rank) != (f"SIG{point.blow.split()[0]}", str(point.rank or "")):
         yield f"printed signal: {name} on rank {rank}"
+    if point.stage == PROBE and not moment.startswith("during the search"):
+        yield f"printed moment: {moment}"
     if (step, bool(checkpoint)) != (str(trained or ""), saved > 0):
         yield f"printed step {step} and checkpoint {checkpoint} after step {trained}, with step {saved} saved"
     if not life.cleanly and not point.launcher:

@@ -4,6 +4,7 @@ import os
 import re
 import signal
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from torchtune_adaptive.cli.status import Condition, condition_of
 from torchtune_adaptive.lifecycle.signals import ONE_SIGNAL_S
 
 LAUNCHED = ("adaptive_full_finetune_distributed", "--config", "adaptive/demo/full")
+LAUNCHED_ON_PAIRS = ("adaptive_full_dpo_distributed", "--config", "adaptive/demo/dpo")
 PLAIN = ("use_maximum_batch_size=False", "adaptive=null", "output_dir=out", "shuffle=False")
 COMPONENTS = """
 import time
@@ -52,10 +54,14 @@ class Samples:
 
 class Greedy(torch.optim.AdamW):
     def step(self, closure=None):
-        torch.empty(32 * 2**20, dtype=torch.uint8)
+        torch.empty(128 * 2**20 if self.state else 0, dtype=torch.uint8)
         return super().step(closure)
 """
-GREEDY = ("optimizer._component_=mine.Greedy", "adaptive.memory_limit=[256MiB,16MiB]", "adaptive.sequence_length=null")
+GREEDY = (
+    *("optimizer._component_=mine.Greedy", "adaptive.memory_limit=[256MiB,64MiB]", "adaptive.sequence_length=null"),
+    "save_every_n_steps=1",
+)
+IN_THE_UPDATE = r"out of memory in the optimizer step on rank 1: .*/step_1\)"
 ERRORS = {
     "slip": (2, ("batch_szie=8",), "batch_szie"),
     "weights of another model": (2, ("model.embed_dim=64",), "checkpointer"),
@@ -63,14 +69,15 @@ ERRORS = {
     "rank 1 only": (2, ("tokenizer=mine.tokenizer", "tokenizer.ranks=[1]"), "tokenizer"),
     "two of three": (3, ("tokenizer=mine.tokenizer", "tokenizer.ranks=[1,2]"), "tokenizer"),
     "sample of rank 1": (2, ("dataset._component_=mine.Samples", "dataset.bad=13"), r"sample 13 .* on rank 1 "),
-    "update of rank 1": (2, GREEDY, r"out of memory in the optimizer step on rank 1"),
+    "update of rank 1": (2, GREEDY, IN_THE_UPDATE),
+    "update of rank 1 on pairs": (2, GREEDY, IN_THE_UPDATE),
 }
 """Ranks, overrides, and what the message names."""
 
 
-def tune_run(ranks: int, folder: Path, *overrides: str) -> Any:
+def tune_run(ranks: int, folder: Path, *overrides: str, launched: Sequence[str] = LAUNCHED) -> Any:
     (folder / "mine.py").write_text(COMPONENTS)
-    return run_in_terminal(folder, ["--nproc_per_node", str(ranks), *LAUNCHED, *PLAIN, *overrides])
+    return run_in_terminal(folder, ["--nproc_per_node", str(ranks), *launched, *PLAIN, *overrides])
 
 
 def assert_printed_once_and_in_torchruns_report(message: str, output: str) -> None:
@@ -86,7 +93,8 @@ def assert_printed_once_and_in_torchruns_report(message: str, output: str) -> No
 @pytest.mark.parametrize("case", ERRORS)
 def test_first_error_ends_all_ranks_with_its_message_within_two_seconds(case: str, tmp_path: Path) -> None:
     ranks, overrides, named = ERRORS[case]
-    with SchedulingDelays() as delays, tune_run(ranks, tmp_path, *overrides) as run:
+    launched = LAUNCHED_ON_PAIRS if "pairs" in case else LAUNCHED
+    with SchedulingDelays() as delays, tune_run(ranks, tmp_path, *overrides, launched=launched) as run:
         assert run.process.wait(STARTS_S) == 1
         run.when(lambda: "ChildFailedError" in run.output, 10)
     [(moment, line)] = [(moment, line) for moment, line in run.lines if line.startswith("error")]

@@ -3,6 +3,7 @@
 import json
 import os
 import resource
+from contextlib import nullcontext
 from dataclasses import fields
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -14,9 +15,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.ranks import run_on_ranks
-from tests.recipes.running import Ended, load_ours, start_as_command, start_in_process
+from tests.recipes.running import Ended, start_as_command, start_in_process
 from torchtune_adaptive.config.keys import AdaptiveConfig, Settings
 from torchtune_adaptive.errors import ConfigError
+from torchtune_adaptive.tune.training_loop import TrainingLoop
 
 DEMO = "adaptive/demo/full"
 INSTRUCTIONS = "dataset=torchtune.datasets.instruct_dataset dataset.source=json"
@@ -117,7 +119,7 @@ def only_set_up(folder: Path, override: str) -> Ended:
     mapped_bytes = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (mapped_bytes + MOST_BYTES,) * 2)
     small = ("--config", DEMO, "dataset.samples=16", "output_dir=out", "use_maximum_batch_size=False")
-    with mock.patch.object(load_ours("full"), "train"):
+    with mock.patch.object(TrainingLoop, "training", return_value=nullcontext(())):
         return start_as_command("full", [*small, override], folder / "output.txt")
 
 

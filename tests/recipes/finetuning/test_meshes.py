@@ -39,6 +39,7 @@ GROUPS = {
             "searched": Run(
                 (LIMITS, "use_maximum_batch_size=True", "adaptive.search=decrease", "adaptive.sequence_length=256")
             ),
+            "predicted": Run((LIMITS, "use_maximum_batch_size=True", "adaptive.sequence_length=256")),
             "budget": Run((LIMITS, "adaptive.token_budget=auto", "adaptive.sequence_length=null")),
             "starved": Run(("adaptive.memory_limit=[64MiB,64MiB,64MiB,9MiB]",)),
             "clipped": Run((CLIPPED,), like=""),

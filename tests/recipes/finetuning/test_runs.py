@@ -7,7 +7,16 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from tests.recipes.comparisons import STOCK, Group, Run, Runs, assert_equals_its_reference, compared, runs_in
+from tests.recipes.comparisons import (
+    STOCK,
+    Group,
+    Run,
+    Runs,
+    assert_equals_its_reference,
+    compared,
+    expect_announcements,
+    runs_in,
+)
 from tests.recipes.recorders import search_results
 from tests.recipes.running import RELATIVE_AFTER_ADAM, SGD, start_in_process
 from torchtune_adaptive.demo.dataset import DemoDataset, demo_sample
@@ -26,7 +35,7 @@ SEPARATE_HEAD = "custom_sharded_layers=[tok_embeddings,output]"
 """As in torchtune's 8B_full and 70B_full: FSDP gathers the head for every chunk of logits."""
 BUDGET = ("adaptive.sequence_length=null", "adaptive.memory_limit=null")
 BY_TOKENS = {
-    "tokens": Run((*BUDGET, "adaptive.token_budget=600")),
+    "tokens": Run((*BUDGET, "adaptive.token_budget=600"), prepare=expect_announcements),
     "padded tokens": Run((*BUDGET, "adaptive.token_budget=600", "adaptive.padding=True", "adaptive.deal=False")),
 }
 RESUME = (

@@ -13,11 +13,11 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from tests.ranks import run_on_ranks
+from tests.recipes.crash.runs import EXTRA, Variant
 from tests.recipes.running import demo_config, load_ours
 from torchtune_adaptive.checkpoints.store import find_checkpoints
 
@@ -39,18 +39,8 @@ DEALT_BYTES = 4 * KIB
 """Samples read ahead under a budget stay on the device for varying times. In 5,000 steps: 3 bytes per step."""
 
 
-@dataclass(frozen=True)
-class Case:
-    kind: str
-    ranks: int = 1
-    """Several ranks agree and deal samples under a token budget."""
-
-    def __str__(self) -> str:
-        ranks = f", {self.ranks} ranks under a budget" if self.ranks > 1 else ""
-        return f"{self.kind}{ranks}"
-
-
-CASES = (Case("full"), Case("lora"), Case("full", ranks=2))
+CASES = (Variant("full", 1), Variant("lora", 1), Variant("full", 2, "tokens"))
+"""Several ranks agree, and deal samples under a token budget."""
 
 
 def growth(readings: Sequence[Reading]) -> Reading:
@@ -60,7 +50,7 @@ def growth(readings: Sequence[Reading]) -> Reading:
     return Reading(*(end - begin for begin, end in zip(before, last, strict=True)))
 
 
-def train(case: Case, folder: Path, steps: int, each_step: Callable[[], object]) -> list[Reading]:
+def train(case: Variant, folder: Path, steps: int, each_step: Callable[[], object]) -> list[Reading]:
     """Collective: run; return the readings of each rank."""
     recipe = load_ours(case.kind)(config_of(case, folder, steps))
     every, readings, meters = max(1, steps // READINGS), list[Reading](), list[Any]()
@@ -87,7 +77,7 @@ def train(case: Case, folder: Path, steps: int, each_step: Callable[[], object])
     return readings
 
 
-def config_of(case: Case, folder: Path, steps: int) -> Any:
+def config_of(case: Variant, folder: Path, steps: int) -> Any:
     return demo_config(
         case.kind,
         folder,
@@ -97,11 +87,11 @@ def config_of(case: Case, folder: Path, steps: int) -> Any:
         *(f"batch_size={ROWS}", "gradient_accumulation_steps=1", f"epochs={EPOCHS}", "shuffle=True"),
         *(f"save_every_n_steps={SAVE_EVERY}", f"keep_last_n_checkpoints={KEEP}"),
         "adaptive.memory_limit=64MiB",
-        *(["adaptive.token_budget=512"] if case.ranks > 1 else []),
+        *EXTRA[case.limit],
     )
 
 
-def endure(case: Case, folder: Path, steps: int, each_step: Callable[[], object] = bool) -> str:
+def endure(case: Variant, folder: Path, steps: int, each_step: Callable[[], object] = bool) -> str:
     """Run the case; raise if memory grows. Call `each_step` before every step."""
     began = time.monotonic()
     by_rank = run_on_ranks(
@@ -113,7 +103,7 @@ def endure(case: Case, folder: Path, steps: int, each_step: Callable[[], object]
         f"{grown.process_bytes // KIB} KiB, by {grown.objects} objects, and by {grown.device_bytes} bytes on the device"
     )
     assert len([each for each in find_checkpoints(folder / "run" / "out") if each.manifest]) == KEEP
-    most = MOST_GROWTH._replace(device_bytes=DEALT_BYTES) if case.ranks > 1 else MOST_GROWTH
+    most = MOST_GROWTH._replace(device_bytes=DEALT_BYTES) if case.limit == "tokens" else MOST_GROWTH
     assert all(measured <= limit for measured, limit in zip(grown, most, strict=True)), message
     return f"{message} ({time.monotonic() - began:.0f} s)"
 

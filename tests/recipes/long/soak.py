@@ -15,7 +15,6 @@ import tempfile
 import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Sequence
-from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from tests.ranks import run_on_ranks
-from tests.recipes.interrupted_runs import stopped_before_epoch
+from tests.recipes.interrupted_runs import train_until
 from tests.recipes.long.memory_pressure import CALM_BYTES, LONGEST, Storm, number_of, read_cuts, stages_of
 from tests.recipes.ppo.rollouts import ppo_config, saved
 from tests.recipes.running import demo_config, load_ours, saved_weights
@@ -76,8 +75,8 @@ class Weather(NamedTuple):
 
     @property
     def middle(self) -> int:
-        """The epoch before which the run is stopped."""
-        return self.epochs // 2
+        """The step before which the run is stopped, the first one of an epoch."""
+        return self.epochs // 2 * self.size // PER_STEP + 1
 
 
 def config_of(weather: Weather, folder: Path, *overrides: str) -> Any:
@@ -97,14 +96,13 @@ def config_of(weather: Weather, folder: Path, *overrides: str) -> Any:
     return demo_config(weather.kind.recipe, folder, *lengths, *common)
 
 
-def train(weather: Weather, folder: Path, first: int) -> None:
-    """Collective: train to the middle, or from there to the end."""
+def train(weather: Weather, folder: Path, stop_before: int | None) -> None:
+    """Collective: train to this step, or to the end."""
     recipe = load_ours(weather.kind.recipe)(config_of(weather, folder, f"adaptive.memory_limit={CALM_BYTES}B"))
     recipe.setup()
-    storm = Storm(recipe, weather.seed, stages_of(recipe), splits_of(folder))
-    with storm, nullcontext() if first else stopped_before_epoch(weather.middle):
-        recipe.train()
-        recipe.cleanup()
+    stages = stages_of(recipe)
+    with Storm(recipe, weather.seed, stages, splits_of(folder)):
+        train_until(recipe, next(iter(stages.values())), stop_before)
 
 
 def train_undisturbed(weather: Weather, folder: Path, reference: Path) -> None:
@@ -161,8 +159,8 @@ def soak(weather: Weather, folder: Path) -> str:
     began = time.monotonic()
     stormy, fair = folder / "stormy", folder / "fair"
     timeout_s = 60 + 60 * weather.epochs
-    run_on_ranks(2, train, weather, stormy, 0, timeout_s=timeout_s, in_group=False)
     run_on_ranks(2, train, weather, stormy, weather.middle, timeout_s=timeout_s, in_group=False)
+    run_on_ranks(2, train, weather, stormy, None, timeout_s=timeout_s, in_group=False)
     check_samples(weather, stormy)
     run_on_ranks(2, train_undisturbed, weather, stormy, fair, timeout_s=timeout_s, in_group=False)
     read = saved if weather.generates else saved_weights

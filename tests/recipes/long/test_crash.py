@@ -10,20 +10,45 @@ import torch
 from tests.ranks import RankFailed, run_on_ranks
 from tests.recipes.crash import hook
 from tests.recipes.crash.chain import follow
-from tests.recipes.crash.hook import START, Order, Point
-from tests.recipes.crash.plans import FULL, FULL_2, OPERATIONS, Plan, at, one_of_each, scout
-from tests.recipes.crash.runs import KILLED
+from tests.recipes.crash.hook import HUP, START, TERM, TWICE, Order, Point
+from tests.recipes.crash.plans import (
+    FULL,
+    FULL_2,
+    OPERATIONS,
+    RANK_1,
+    SEARCHED,
+    Plan,
+    at,
+    at_the_start,
+    in_a_step,
+    in_the_last_save,
+    in_the_last_step,
+    in_the_search,
+    one_of_each,
+    scout,
+)
+from tests.recipes.crash.runs import KILLED, STOPPED
+
+SIGNALLED = at(at_the_start, in_a_step, in_the_last_save, whom=(RANK_1,), blows=(TWICE, HUP))
 
 
+@pytest.mark.smoke("full/2/searched forked signals-stopped-1")
 @pytest.mark.parametrize(
-    ("plan", "least_killed"),  # fewer than planned: the run may finish before the last points
-    [(Plan("one of each operation", FULL, one_of_each), 5), (Plan("sample", FULL_2, at(*OPERATIONS[1:])), 2)],
+    ("plan", "ended", "least"),  # fewer than planned: the run may finish before the last points
+    [
+        (Plan("one of each operation", FULL, one_of_each), KILLED, 5),
+        (Plan("sample", FULL_2, at(*OPERATIONS[1:])), KILLED, 2),
+        (Plan("signals", FULL_2, SIGNALLED), STOPPED, 4),
+        (Plan("signals", SEARCHED, at(in_the_search, in_the_last_step, blows=(TERM,))), STOPPED, 1),
+    ],
     ids=str,
 )
-def test_run_killed_repeatedly_ends_like_an_undisturbed_run(plan: Plan, least_killed: int, tmp_path: Path) -> None:
+def test_run_killed_or_stopped_repeatedly_ends_like_an_undisturbed_run(
+    plan: Plan, ended: str, least: int, tmp_path: Path
+) -> None:
     tally = follow(plan, scout(plan.variant, plan.way, tmp_path / "undisturbed"), tmp_path)
     assert tally.good, "\n".join([tally.summary(), *tally.faults])
-    assert tally.counts[KILLED] >= least_killed, tally.summary()
+    assert tally.counts[ended] >= least, tally.summary()
 
 
 def change_files(room: Path) -> None:

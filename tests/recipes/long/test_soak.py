@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.recipes.long.endurance import CASES, Case, endure
+from tests.recipes.long.endurance import CASES, endure
 from tests.recipes.long.soak import Weather, soak
 
 STEPS = 240
@@ -25,4 +25,4 @@ def leak() -> None:
 
 def test_growth_with_every_step_is_detected(tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match="in the last third a process has grown by"):
-        endure(Case("full"), tmp_path, STEPS, leak)
+        endure(CASES[0], tmp_path, STEPS, leak)

@@ -1,10 +1,8 @@
 """Tiny PPO runs, ours and torchtune's, with answers given by the test or sampled from the policy."""
 
-import os
 import random
 import runpy
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -14,7 +12,7 @@ from omegaconf import DictConfig
 from torch import Tensor, nn
 from torchtune import generation
 
-from tests.recipes.running import STOCK, config_in, run_ours, stock_on_cpu
+from tests.recipes.running import STOCK, config_in, stock_on_cpu
 from torchtune_adaptive.demo.tokenizer import SPECIAL_TOKENS
 
 NEW = 6
@@ -42,12 +40,6 @@ def ppo_config(folder: Path, *overrides: str) -> DictConfig:
     return config_in(folder, "ppo", *TINY, *overrides)
 
 
-def run_ppo(cfg: DictConfig, port: int) -> Any:
-    """Collective: set up, train and clean up our recipe; return it."""
-    os.environ["MASTER_PORT"] = str(port)
-    return run_ours("full_ppo", cfg)
-
-
 def run_stock_ppo(cfg: DictConfig) -> None:
     """Run torchtune's recipe with given answers."""
     recipe_type = runpy.run_path(str(STOCK / "ppo_full_finetune_single_device.py"))["PPOFullFinetuneRecipeSingleDevice"]
@@ -58,11 +50,9 @@ def run_stock_ppo(cfg: DictConfig) -> None:
         recipe.cleanup()
 
 
-@contextmanager
-def given_to_ours() -> Iterator[None]:
-    """While open, our policy returns the given answers, like torchtune's."""
-    with mock.patch("torchtune_adaptive.rl.generation.generate", _given):
-        yield
+def give_answers(_: object) -> None:
+    """From here on, in this process, let our policy return the given answers, like torchtune's."""
+    mock.patch("torchtune_adaptive.rl.generation.generate", _given).start()
 
 
 def answer_to(prompt: Sequence[int]) -> list[int]:

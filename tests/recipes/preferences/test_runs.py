@@ -9,7 +9,15 @@ import torch
 
 from tests.forked_commands import tune_run_forked
 from tests.ranks import run_on_ranks
-from tests.recipes.comparisons import Group, Run, Runs, assert_equals_its_reference, compared, runs_in
+from tests.recipes.comparisons import (
+    Group,
+    Run,
+    Runs,
+    assert_equals_its_reference,
+    compared,
+    expect_announcements,
+    runs_in,
+)
 from tests.recipes.recorders import events_of, read_log, search_results
 from tests.recipes.running import SGD, demo_config, run_ours
 from torchtune_adaptive.tune.preference import POLICY, REFERENCE
@@ -39,7 +47,7 @@ GROUPS = {
             "plain": Run(),
             "searched": Run((MEASURED, "use_maximum_batch_size=True")),
             "starved": Run(("adaptive.memory_limit=17MiB", "adaptive.regrow_after=0")),
-            "tokens": Run((MEASURED, "adaptive.token_budget=auto")),
+            "tokens": Run((MEASURED, "adaptive.token_budget=auto"), prepare=expect_announcements),
             "padded tokens": Run(("adaptive.token_budget=700", "adaptive.padding=True", "adaptive.deal=False")),
             "compiled": Run(("compile=True", "enable_activation_checkpointing=True")),
             "one rank": Run(("batch_size=32",), ranks=1),
@@ -129,7 +137,9 @@ def train(kind: str, folder: Path, *overrides: str) -> None:
 
 
 def test_quantized_weights_serve_as_reference_and_policy(tmp_path: Path) -> None:
-    run_on_ranks(2, train, "lora_dpo", tmp_path / "run", *SGD, *QUANTIZED, timeout_s=90, in_group=False)
+    adapter = "save_adapter_weights_only=True"
+    run_on_ranks(2, train, "lora_dpo", tmp_path / "run", *SGD, *QUANTIZED, adapter, timeout_s=90, in_group=False)
+    assert [path.name for path in (tmp_path / "run").rglob("*model*.*")] == ["adapter_model.pt"]
     losses = [step["loss"] for step in read_log(tmp_path / "run" / "log.jsonl")]
     assert losses[0] == pytest.approx(0.6931, abs=1e-3), "before the first update both are the same model"
     assert losses[-1] != losses[0]
