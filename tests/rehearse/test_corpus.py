@@ -148,6 +148,98 @@ def test_checks_and_logs_have_no_warning(rehearse: Rehearse) -> None:
     assert answer.found["guesses"] == []
 
 
+SIZED = """
+    import torch
+
+    layer = torch.nn.Linear(1024, 1024, device="cuda")
+    optimizer = torch.optim.SGD(layer.parameters())
+    for step in range(2):
+        share = torch.rand(1, device="cuda")
+        noise = torch.rand(1, device="cuda").item()
+        rows = int(2**19 * share.item())
+        print(torch.rand(1, device="cuda").item())
+        layer(torch.ones(rows + 1, 1024, device="cuda")).sum().backward()
+        optimizer.step()
+"""
+
+
+def test_script_that_fits_with_some_values_only_has_no_answer_until_the_value_is_stated(rehearse: Rehearse) -> None:
+    answer = rehearse(SIZED, "--memory", "4GiB")
+    assert (answer.status, answer.found["guesses"]) == (2, ["train.py:9"])
+    assert "runs out of memory with random values at train.py:9" in answer.found["verdict"]
+    stated = rehearse(SIZED, "--memory", "4GiB", "--fixed", "train.py:9=0.25")
+    assert (stated.status, stated.found["guesses"]) == (0, [])
+    assert peak_of(stated.found) > 2 * 2**17 * 1024 * 4
+
+
+OTHER_SOURCES = {
+    "another rank": """
+        length = torch.tensor([512]).cuda()
+        dist.all_reduce(length, dist.ReduceOp.MAX)
+        length = length.item()
+""",
+    "a time": """
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(3)]
+        for event in events:
+            event.record()
+        torch.cuda.synchronize()
+        length = 1024 if events[0].elapsed_time(events[1]) < events[1].elapsed_time(events[2]) else 512
+""",
+}
+
+
+@pytest.mark.parametrize("source", OTHER_SOURCES)
+def test_size_that_depends_on_another_rank_or_on_time_is_named(source: str, rehearse: Rehearse) -> None:
+    script = f"""
+    import torch
+    import torch.distributed as dist
+
+    dist.init_process_group("nccl")
+    layer = torch.nn.Linear(1024, 1024, device="cuda")
+    optimizer = torch.optim.SGD(layer.parameters())
+    for step in range(2):
+{OTHER_SOURCES[source]}
+        layer(torch.ones(length, 1024, device="cuda")).sum().backward()
+        optimizer.step()
+    """
+    answer = rehearse(script, "--ranks", "2")
+    assert answer.status == 0, answer.printed
+    assert len(answer.found["guesses"]) == 1
+    assert "memory depends on a guessed value at train.py:" in answer.found["verdict"]
+
+
+def test_script_that_finds_its_own_files_is_not_compared_with_itself(rehearse: Rehearse) -> None:
+    script = """
+    import os
+    import torch
+
+    layer = torch.nn.Linear(1024, 1024, device="cuda")
+    optimizer = torch.optim.SGD(layer.parameters())
+    rows = 4096 if os.path.exists("saved") else 512
+    layer(torch.ones(rows, 1024, device="cuda")).sum().backward()
+    optimizer.step()
+    open("saved", "w").write(str(layer.weight.sum().item()))
+    """
+    answer = rehearse(script, json_format=False)
+    assert answer.status == 0, answer.printed
+    assert "does the script read files that it has written?" in answer.found
+
+
+def test_torchscript_runs_and_the_gpu_has_its_name(rehearse: Rehearse) -> None:
+    script = """
+    import torch
+
+    @torch.jit.script
+    def doubled(x: torch.Tensor, rows: int) -> torch.Tensor:
+        return 2 * x.sum() + torch.arange(rows, device=x.device).sum()
+
+    doubled(torch.ones(2**20, device="cuda"), 7)
+    assert "L40S" in torch.cuda.get_device_name(), torch.cuda.get_device_name()
+    """
+    answer = rehearse(script, "--gpu", "l40s")
+    assert answer.status == 0, answer.printed
+
+
 @pytest.mark.parametrize("steps", ["2", "0"])
 def test_optimizer_that_has_not_stepped_yet_gives_no_answer(rehearse: Rehearse, steps: str) -> None:
     script = """

@@ -174,7 +174,7 @@ class DeviceValues:
     def _change_what_others_send(self, name: str, reduction: Any, written: list[torch.Tensor], group: Any) -> None:
         """Let `Guesses` change the integers of other ranks in the result of a reduction or a gather."""
         found = [_on_host(each) for each in written if not each.is_floating_point() and each.dtype is not torch.bool]
-        if name == "allreduce_" and reduction in (dist.ReduceOp.SUM, dist.ReduceOp.MAX):
+        if name == "allreduce_" and (reduction == dist.ReduceOp.SUM or reduction == dist.ReduceOp.MAX):
             self.guesses.from_others(found)
         elif found and name in ("_allgather_base_", "allgather_"):
             parts = found[0].view(group.size(), -1) if name == "_allgather_base_" else found

@@ -58,7 +58,7 @@ class Guesses:
     def duration(self, usual: float) -> float:
         """Return an unknown time between two events, except to an autotuner."""
         is_tuned = re.search("/triton/|/torch/|torchinductor_", caller().f_code.co_filename)
-        return usual if is_tuned else self.number(usual)
+        return usual if is_tuned else self._choose(usual, lambda chance, _: usual * chance.uniform(0.1, 10))
 
     def integer(self, usual: int = 0) -> int:
         """Return an unknown integer."""
@@ -115,7 +115,7 @@ class Guesses:
         if chance is None:
             return
         for each in received:
-            each += torch.randint(2, each.shape, generator=_generator(chance)) * (each.abs() // 2 + 1)
+            each += torch.randint(1, 3, each.shape, generator=_generator(chance)) * (each.abs() // 2 + 1)
 
     def offset(self, size: int) -> int:
         """Return by how much to rotate indices below `size` that a kernel would have selected."""
