@@ -5,6 +5,7 @@
 
 import ast
 import json
+import re
 import resource
 import sys
 from pathlib import Path
@@ -238,6 +239,13 @@ def test_torchscript_runs_and_the_gpu_has_its_name(rehearse: Rehearse) -> None:
     """
     answer = rehearse(script, "--gpu", "l40s")
     assert answer.status == 0, answer.printed
+
+
+def test_layer_drop_has_the_report_shown_on_the_page(rehearse: Rehearse) -> None:
+    page = (CORPUS.parents[2] / "docs" / "rehearsing.md").read_text()
+    (script,) = re.findall(r"```python\n(# train.py\n.*?)```", page, re.DOTALL)
+    report = rehearse(script, json_format=False).found.splitlines()
+    assert all(f"    {line}\n" in page for line in (report[0], *report[-3:]))
 
 
 @pytest.mark.parametrize("steps", ["2", "0"])

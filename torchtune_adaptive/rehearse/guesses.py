@@ -40,7 +40,7 @@ class Guesses:
     def __init__(self) -> None:
         self.kept: Collection[str] | None = None
         """Values are random, except at these places (`file:line`); None: all are the usual ones. They depend only on
-        the place and on how often it was reached."""
+        the text of the line and on how often it was reached."""
         self.fixed: Mapping[str, float] = {}
         """The values that the user states, by place."""
         self.on_read: Callable[[str], object] = lambda place: None
@@ -142,8 +142,10 @@ class Guesses:
             return "", None
         self.on_read(place)
         self._times[place] += 1
-        is_random = self.kept is not None and place not in self.kept
-        return place, random.Random(f"{place} {self._times[place]}") if is_random else None
+        if self.kept is None or place in self.kept:
+            return place, None
+        file, _, line = place.rpartition(":")  # with another number, the line reads the same values
+        return place, random.Random(f"{linecache.getline(file, int(line))} {self._times[place]}")
 
 
 def _random_float(chance: random.Random, times: int) -> float:

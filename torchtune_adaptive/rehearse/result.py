@@ -151,7 +151,7 @@ class RehearsalResult:
             errors=found["out_of_memory"],
             end=dict(*found["end"][:1]),
             reads=found["read"],
-            routing=[each["place"] for each in found["routing"]],
+            routing=[*dict.fromkeys(each["place"] for each in found["routing"])],
             child="".join(each["command"] for each in found["child"][:1]),
             # without data, answers end at once, so the time of a step is unknown
             traced=dict(*found["work"][-1:]) if all(each["timed"] for each in found["setting"]) else {},

@@ -66,7 +66,6 @@ class StepRecorder:
         self._run: Usages = {}
         """The peaks of all steps and of the time after the last one."""
         self._searching = False
-        self._routing_places = set[str]()
         self._reads = 0
         self._optimizers = WeakSet[torch.optim.Optimizer]()
         self._have_stepped = set[WeakIdRef]()
@@ -260,10 +259,8 @@ class StepRecorder:
             self.write("read", {"at": place, "total_bytes": _total_bytes()})
 
     def routes(self, place: str) -> None:
-        """Record a place where the script counts the tokens of experts, once."""
-        if place not in self._routing_places:
-            self._routing_places.add(place)
-            self.write("routing", {"place": place})
+        """Record that the script counts the tokens of experts at this place."""
+        self.write("routing", {"place": place})
 
     def write(self, kind: str, figures: Mapping[str, Any]) -> None:
         """Write a line, except in processes that the script forked."""
