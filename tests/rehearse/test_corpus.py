@@ -184,7 +184,8 @@ OTHER_SOURCES = {
         for event in events:
             event.record()
         torch.cuda.synchronize()
-        length = 1024 if events[0].elapsed_time(events[1]) < events[1].elapsed_time(events[2]) else 512
+        first, second = events[0].elapsed_time(events[1]), events[1].elapsed_time(events[2])
+        length = 1024 if second < first else 512
 """,
 }
 

@@ -27,9 +27,7 @@ _PACKAGE = str(Path(__file__).parents[1]) + os.sep
 _HERE, _TORCH, _NUMPY = (os.path.dirname(file) + os.sep for file in (__file__, torch.__file__, numpy.__file__))
 MOST_ITERATIONS = 4096
 """A guessed condition ends no loop until it was read this many times."""
-_COLLECTIVES = tuple(
-    _TORCH + name for name in ("distributed/distributed_c10d.py", "distributed/c10d_logger.py", "_ops.py")
-)
+_COLLECTIVES = tuple(_TORCH + name for name in ("distributed/distributed_c10d.py", "distributed/c10d_logger.py"))
 _NOT_DRAWN = {"_maybe_opt_step", "has_overflow", "add_node_replacement"}
 """Functions that read whether gradients are finite, or a constant to compile."""
 
@@ -56,9 +54,10 @@ class Guesses:
         return self._choose(usual, _random_float)
 
     def duration(self, usual: float) -> float:
-        """Return an unknown time between two events, except to an autotuner."""
-        is_tuned = re.search("/triton/|/torch/|torchinductor_", caller().f_code.co_filename)
-        return usual if is_tuned else self._choose(usual, lambda chance, _: usual * chance.uniform(0.1, 10))
+        """Return an unknown time between two events, except to an autotuner. Of two, the second is shorter."""
+        if re.search("/triton/|/torch/|torchinductor_", caller().f_code.co_filename):
+            return usual
+        return self._choose(usual, lambda chance, times: usual * chance.uniform(0.5, 1) * (0.1, 10)[times % 2])
 
     def integer(self, usual: int = 0) -> int:
         """Return an unknown integer."""
