@@ -136,8 +136,9 @@ class Guesses:
         """Report the place of a read. Return it with a source of random values; None if it gets the usual one."""
         reader = caller()
         place = place_of(reader)
-        name, file = reader.f_code.co_name, reader.f_code.co_filename
-        if name in _NOT_DRAWN or file == torch._tensor_str.__file__ or place.startswith(_PACKAGE):
+        file, functions = reader.f_code.co_filename, {reader.f_code.co_name}
+        functions |= {reader.f_back.f_code.co_name} if reader.f_back else set()  # around a generator expression
+        if functions & _NOT_DRAWN or file == torch._tensor_str.__file__ or place.startswith(_PACKAGE):
             return "", None
         self.on_read(place)
         self._times[place] += 1
