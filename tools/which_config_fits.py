@@ -56,8 +56,8 @@ If you delete them, it repeats the rehearsals, which take {cpu_s:,.0f} CPU secon
 
 EXAMPLES = RESULTS.parent / "examples"
 """The folder of files of cases for other projects, each with a text."""
-SMALLER = "4090"
-"""A GPU of which the page says whether a script fits, too, from its peak on the GPU of the case."""
+LARGER, SMALLER = "h100", "4090"
+"""The GPU of most cases, which their names omit, and one of which the page says whether the same peaks fit."""
 OPTION = re.compile(
     r"--(?:model_name|teacher_model|reward_model|per_device_train|max_\w*length|use_peft|load_in|packing)"
     r"\S*(?: (?!--)\S+)?"
@@ -163,16 +163,15 @@ def examples(file: Path) -> list[str]:
     text, _, missing = file.with_suffix(".md").read_text(encoding="utf-8").partition("\n---\n")
     lines = ["", text.format(cpu_s=sum(row["cpu_s"] for row in rows), count=len(rows)).strip(), ""]
     lines += [
-        "| case | options | gpu | allocated | reserved | tokens/s | fits on 4090 |",
-        "|---" * 7 + "|",
+        "| case | options | allocated | reserved | tokens/s | fits on 4090 |",
+        "|---" * 6 + "|",
     ]
     for row in (row for row in rows if row["fits"] is not None and "debug" not in row["case"]):
         allocated, reserved = (f"{row[f'{each}_bytes'] / 2**30:.2f} GiB" for each in ("allocated", "reserved"))
         rate = f"{row['tokens_per_second']:,.0f}" if row["fits"] else "does not fit"
-        options = " ".join(OPTION.findall(commands[row["case"]])).replace("--", "")
-        cells = [row["case"].rpartition(", ")[0], options, row["gpu"], allocated, reserved]
-        cells += [rate, fits_smaller(row)]
-        lines.append(f"| {' | '.join(map(str, cells))} |")
+        options = " ".join(OPTION.findall(commands[row["case"]])).replace("--model_name_or_path ", "").replace("--", "")
+        cells = [row["case"].removesuffix(f", {LARGER}"), options, allocated, reserved, rate, fits_smaller(row)]
+        lines.append(f"| {' | '.join(cells)} |")
     failed = [
         f"- {row['case'].rpartition(', ')[0]}: {re.sub(r' at [^ ]+:[0-9]+', '', row['verdict'])}"
         for row in rows
