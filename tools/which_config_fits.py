@@ -1,6 +1,6 @@
 """Rehearses torchtune's configs on four GPUs and writes docs/which-config-fits.md.
 
-A config takes 12 CPU seconds for each GPU. Results are kept, so the command can be stopped and continued.
+A config takes about 30 CPU seconds for each GPU. Results are kept, so the command can be stopped and continued.
 
 python -m tools.which_config_fits          # rehearses what is missing
 python -m tools.which_config_fits --page   # only writes the page
