@@ -1,6 +1,6 @@
 """Rehearses torchtune's configs on four GPUs and writes docs/which-config-fits.md.
 
-A config takes 12 CPU seconds for each GPU. Results are kept, so the command can be stopped and continued.
+A config takes about 30 CPU seconds for each GPU. Results are kept, so the command can be stopped and continued.
 
 python -m tools.which_config_fits          # rehearses what is missing
 python -m tools.which_config_fits --page   # only writes the page
@@ -37,27 +37,29 @@ SAME_MEMORY = {"a100": "h100"}
 RECIPES = {recipe.stock_name: recipe for recipe in (FULL, LORA, FULL_DPO, LORA_DPO)}
 KINDS = {name: name.removesuffix("_distributed").replace("_", " ") for name in RECIPES}
 NOTE = "the largest microbatch that a search finds, and the tokens per second of all ranks: tools/which_config_fits.py"
-TEXT = """# Which torchtune config fits on which GPU
+TEXT = """# Which config fits on which GPU
 
-`python -m tools.which_config_fits` made this page from [its results](../benchmarks/results/{name}.json), on {date}, in
-{cpu_s:,.0f} CPU seconds for {count} rehearsals ({mean:.1f} each). No GPU was used: all figures are predictions of
-[`tune-adaptive rehearse --without-data`](rehearsing-recipes.md).
+This page has predictions of [rehearsals](rehearsing.md), made without a GPU: how large a microbatch of each torchtune
+config can be, and whether example scripts of TRL, transformers and torchtitan fit. For example, the cell `8 rows,
+10,946` means that a microbatch of 8 rows fits, and that all ranks together train 10,946 tokens per second.
 
-For each config, a search finds the largest microbatch, rounded down to a power of two, on the number of ranks that the
-config's comments state. Every row has the stated number of tokens. The second figure of a cell is the
-[estimated](rehearsing.md#time) number of tokens per second of all ranks; *no* means that not even one row fits. On each
-GPU, 3 GiB are left to CUDA and NCCL. The column `batch_size` has the config's own number of rows, which are usually
-shorter. An a100 has as much memory as an h100, so its column has the rehearsal of the h100 with the rates of the a100.
-In DPO, a row is a pair, and the microbatch is the smaller of those of the policy and the reference model.
+For each config, the search of [`--without-data`](rehearsing-recipes.md) found the largest microbatch, rounded down to a
+power of two, on the number of ranks that the comments of the config state. All rows have the stated number of tokens.
+Tokens per second are [estimated](rehearsing.md#time); *no* means that not even one row fits. CUDA and NCCL are assumed
+to need 3 GiB of each GPU. `batch_size` is the config's own number of rows, which are usually shorter. In DPO, a row is
+a pair. The policy and the reference model have separate microbatches, and the table shows the smaller one.
+
+`python -m tools.which_config_fits` makes this page from [the results](../benchmarks/results/{name}.json) of {date}.
+If you delete them, it repeats the rehearsals, which take {cpu_s:,.0f} CPU seconds.
 """
 
 
 EXAMPLES = RESULTS.parent / "examples"
 """The folder of files of cases for other projects, each with a text."""
-SMALLER = "4090"
-"""A GPU of which the page says whether a script fits, too, from its peak on the GPU of the case."""
+LARGER, SMALLER = "h100", "4090"
+"""The GPU of most cases, which their names omit, and one of which the page says whether the same peaks fit."""
 OPTION = re.compile(
-    r"--(?:model_name|teacher_model|reward_model|per_device_train|gradient_acc|max_\w*length|use_peft|load_in|packing)"
+    r"--(?:model_name|teacher_model|reward_model|per_device_train|max_\w*length|use_peft|load_in|packing)"
     r"\S*(?: (?!--)\S+)?"
 )
 """The options of a command that the page shows."""
@@ -120,21 +122,24 @@ def page(rows: Iterable[Mapping[str, Any]]) -> str:
     configs = [each for each in stock_configs() if each.recipe in RECIPES]
     known = {(row["recipe"], row["config"]) for row in rows}
     missing = [each for each in configs if (each.recipe, each.name) not in known]
-    mean = sum(spent) / len(spent)
-    lines = [TEXT.format(name=NAME, date=about["date"], cpu_s=sum(spent), count=len(spent), mean=mean).rstrip()]
+    lines = [TEXT.format(name=NAME, date=about["date"], cpu_s=sum(spent)).rstrip()]
     for recipe, kind in KINDS.items():
         shown = [row for row in rows if row["recipe"] == recipe and "refused" not in row]
         if not shown:
             continue
         lines += ["", f"## {kind.capitalize().replace('dpo', 'DPO').replace('Lora', 'LoRA')}", ""]
         lines += [f"| config | ranks | tokens | batch_size | {' | '.join(CARDS)} |", "|---" * (4 + len(CARDS)) + "|"]
-        lines += [
-            f"| {row['config']} | {row['ranks']} | {row['tokens']} | {row['batch_size']} | "
-            f"{' | '.join(cell(row['gpus'].get(name)) for name in CARDS)} |"
-            for row in shown
-        ]
+        of_cells: dict[str, list[str]] = {}
+        for row in shown:
+            cells = [row["ranks"], row["tokens"], row["batch_size"], *(cell(row["gpus"].get(name)) for name in CARDS)]
+            of_cells.setdefault(" | ".join(map(str, cells)), []).append(row["config"])
+        lines += [f"| {', '.join(names)} | {cells} |" for cells, names in of_cells.items()]
+    refused: dict[str, list[str]] = {}
+    for row in rows:
+        if "refused" in row:
+            refused.setdefault(row["refused"], []).append(row["config"])
     lines += ["", "## What was not rehearsed", ""]
-    lines += [f"- {row['config']} ({KINDS[row['recipe']]}): {row['refused']}" for row in rows if "refused" in row]
+    lines += [f"- {', '.join(names)}: {why}" for why, names in refused.items()]
     unanswered = [(row, name, each) for row in rows for name, each in row["gpus"].items() if each["fits"] is None]
     lines += [
         f"- {row['config']} ({KINDS[row['recipe']]}) on {name}: {each['verdict']}" for row, name, each in unanswered
@@ -158,16 +163,15 @@ def examples(file: Path) -> list[str]:
     text, _, missing = file.with_suffix(".md").read_text(encoding="utf-8").partition("\n---\n")
     lines = ["", text.format(cpu_s=sum(row["cpu_s"] for row in rows), count=len(rows)).strip(), ""]
     lines += [
-        "| case | options | gpu | ranks | allocated | reserved | fits | tokens/s | fits on 4090 | CPU s |",
-        "|---" * 10 + "|",
+        "| case | options | allocated | reserved | tokens/s | fits on 4090 |",
+        "|---" * 6 + "|",
     ]
-    for row in (row for row in rows if row["fits"] is not None):
+    for row in (row for row in rows if row["fits"] is not None and "debug" not in row["case"]):
         allocated, reserved = (f"{row[f'{each}_bytes'] / 2**30:.2f} GiB" for each in ("allocated", "reserved"))
-        rate = f"{row['tokens_per_second']:,.0f}" if row["tokens_per_second"] else ""
-        options = " ".join(OPTION.findall(commands[row["case"]])).replace("--", "")
-        cells = [row["case"].rpartition(", ")[0], options, row["gpu"], row["ranks"], allocated, reserved]
-        cells += ["yes" if row["fits"] else "no", rate, fits_smaller(row), f"{row['cpu_s']:.0f}"]
-        lines.append(f"| {' | '.join(map(str, cells))} |")
+        rate = f"{row['tokens_per_second']:,.0f}" if row["fits"] else "does not fit"
+        options = " ".join(OPTION.findall(commands[row["case"]])).replace("--model_name_or_path ", "").replace("--", "")
+        cells = [row["case"].removesuffix(f", {LARGER}"), options, allocated, reserved, rate, fits_smaller(row)]
+        lines.append(f"| {' | '.join(cells)} |")
     failed = [
         f"- {row['case'].rpartition(', ')[0]}: {re.sub(r' at [^ ]+:[0-9]+', '', row['verdict'])}"
         for row in rows
