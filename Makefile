@@ -154,7 +154,8 @@ faults: $(READY)
 	$(BIN)/python -m tests.distributed.faults
 	$(BIN)/python -m tests.distributed.faults --case "Trainer, FSDP2" --all
 
-# engine tests, distributed tests and smoke tests of the recipes with every supported torch; writes the table of CONTRIBUTING.md
+# checks of torch's private names, engine tests, distributed tests and smoke tests of the recipes with every supported torch;
+# writes the table of CONTRIBUTING.md
 versions: $(READY) $(VERSIONS:%=$(VENV)/torch-%/ready)
 	$(BIN)/python -W ignore -m tools.versions $(VERSIONS)
 
