@@ -284,6 +284,16 @@ def scale_of_a_scaler(step: int) -> Tensor:
     return model[0](x)
 
 
+def sampled_row(step: int) -> Tensor:
+    lengths, chosen = [64] * 1024 + [ROWS] * 3072, torch.randint(2048, 4096, (8,), device=where)
+    return deep(rows(lengths[chosen[0].item()]))  # here
+
+
+def sampled_without_replacement(step: int) -> Tensor:
+    chosen = torch.randperm(1024, device=where)[:4] + torch.randint(0, 1, (4,), device=where)
+    return deep(rows(4 * int(chosen.max())))  # here
+
+
 def size_from_a_float(step: int) -> Tensor:
     share = drawn(100).mean()
     return deep(rows(math.ceil(ROWS * share.item())))  # here

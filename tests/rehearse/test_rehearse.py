@@ -1000,12 +1000,6 @@ def test_idle_optimizer_is_reported(rehearse: Rehearse) -> None:
     assert text.splitlines()[0].endswith("; an optimizer took no step")
 
 
-def test_lbfgs_gives_no_prediction_but_a_remedy(rehearse: Rehearse) -> None:
-    answer = rehearse(dedent(ONE_STEP).replace("SGD", "LBFGS").replace("step()", "step(lambda: 0.0)"))
-    assert answer.found["fits"] is None
-    assert "LBFGS keeps up to 2 × history_size + 5 = 205 copies of its parameters" in answer.found["verdict"]
-
-
 def test_script_that_python_cannot_parse_has_no_answer_on_any_number_of_ranks(rehearse: Rehearse) -> None:
     answer = rehearse("def (", "--ranks", "1,2")
     assert [row["fits"] for row in answer.found] == [None, None]

@@ -39,6 +39,15 @@ _TO_ROUND = {"div", "__truediv__", "ceil", "floor", "round"}
 """Of these, functions that can return a float with one element, from which a script computes an integer."""
 _COUNTS = {"bincount", "histc"}
 """Functions that count how many tokens a router sends to each expert."""
+_LIMITS: dict[str, Callable[..., tuple[int, int] | None]] = {
+    "randint": lambda first, second=None, *_: (first, second) if isinstance(second, int) else (0, first),
+    "randperm": lambda size: (0, size),
+    "multinomial": lambda weights, *_: (0, weights.shape[-1]),
+    "argsort": lambda tensor, *_: (0, tensor.shape[-1]),
+    "argmax": lambda tensor, *_: (0, tensor.shape[-1]),
+    "sum": lambda tensor, *_: (0, tensor.numel() + 1) if tensor.dtype is torch.bool else None,
+}
+"""Functions that return integers, and the limits of these for their arguments."""
 _IN_PLACE = ("__setitem__", "scatter_", "fill_", "zero_", "add_", "sub_", "mul_", "__iadd__", "__isub__", "__ior__")
 """Methods that change their tensor."""
 _CREATE = ("full", "ones", "zeros", "arange", "full_like", "ones_like", "zeros_like")
@@ -111,10 +120,14 @@ class DeviceValues:
             setattr(torch.Tensor, name, self._change_on_host_too(getattr(torch.Tensor, name)))
         for name in _CREATE:
             setattr(torch, name, self._create_on_host_too(getattr(torch, name)))
+        for name, limits in _LIMITS.items():
+            for where in (torch, torch.Tensor) if hasattr(torch.Tensor, name) else (torch,):
+                setattr(where, name, _limit(getattr(where, name), limits))
         tensors: Any = torch.Tensor
         events: Any = torch.cuda.Event
-        to_list, elapsed = tensors.tolist, events.elapsed_time
+        to_list, to_numpy, elapsed = tensors.tolist, tensors.numpy, events.elapsed_time
         tensors.tolist = lambda tensor: to_list(tensor.cpu())
+        tensors.numpy = lambda tensor, *, force=False: to_numpy(tensor.cpu() if force else tensor, force=force)
         events.elapsed_time = lambda event, end: self.guesses.duration(elapsed(event, end))
         for where, name in product((torch.Tensor, torch), _CHECKS):
             setattr(where, name, _check(getattr(where, name)))
@@ -162,23 +175,12 @@ class DeviceValues:
         else:
             for each in written if known and reduction == dist.ReduceOp.SUM else ():
                 _on_host(each).mul_(group.size())
-            if known and group.size() > 1:
-                self._change_what_others_send(name, reduction, written, group)
             if known and name == "alltoall_base_" and not args[3]:  # all ranks send the same data, in equal parts
                 part = _on_host(sent[0]).view(group.size(), -1)[group.rank()]
                 _on_host(written[0]).view(group.size(), -1).copy_(part)
         for each in written if known else ():
             self._note_write(each)
         return result
-
-    def _change_what_others_send(self, name: str, reduction: Any, written: list[torch.Tensor], group: Any) -> None:
-        """Let `Guesses` change the integers of other ranks in the result of a reduction or a gather."""
-        found = [_on_host(each) for each in written if not each.is_floating_point() and each.dtype is not torch.bool]
-        if name == "allreduce_" and (reduction == dist.ReduceOp.SUM or reduction == dist.ReduceOp.MAX):
-            self.guesses.from_others(found)
-        elif found and name in ("_allgather_base_", "allgather_"):
-            parts = found[0].view(group.size(), -1) if name == "_allgather_base_" else found
-            self.guesses.from_others([each for at, each in enumerate(parts) if at != group.rank()])
 
     def _track_copy(self, function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         """Wrap a function that copies: record copies to the device, and replace unknown values in copies from it."""
@@ -311,7 +313,8 @@ class DeviceValues:
             if original.is_floating_point():
                 copied.zero_()
         elif original.is_floating_point() or source is Source.DEVICE:
-            self.guesses.values(copied, original.dtype is torch.bool and original.numel() > 1)
+            usual = original.dtype is torch.bool and original.numel() > 1
+            self.guesses.values(copied, usual, _limits_of(original))
         else:
             self.guesses.values(copied)
 
@@ -339,7 +342,7 @@ class DeviceValues:
         if tensor.dtype is torch.bool:
             known = getattr(tensor, _CHECK, None)
             return self.guesses.condition(hasattr(tensor, _ALL)) if known is None else known
-        return self.guesses.integer(0 if source is Source.DEVICE else int(self._cpu(tensor)))
+        return self.guesses.integer(0 if source is Source.DEVICE else int(self._cpu(tensor)), _limits_of(tensor))
 
     def _nonzero(self, mask: torch.Tensor) -> torch.Tensor:
         """Select all elements of an unknown mask, because this needs the most memory."""
@@ -368,6 +371,23 @@ class DeviceValues:
             return tree_map(lambda each: each.to(tensor.device), operation(values, *args, **kwargs))
 
         return run
+
+
+def _limit(function: Callable[..., torch.Tensor], limits: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap a function that returns integers: note their limits at the storage, where views of the result find them."""
+
+    @functools.wraps(function)
+    def choose(*args: Any, **kwargs: Any) -> torch.Tensor:
+        result = function(*args, **kwargs)
+        if args and not torch.compiler.is_compiling() and result.is_cuda and _is_plain(result):
+            vars(result.untyped_storage())["limits"] = limits(*args)
+        return result
+
+    return choose
+
+
+def _limits_of(tensor: torch.Tensor) -> tuple[int, int] | None:
+    return getattr(tensor.untyped_storage(), "limits", None) if _is_plain(tensor) else None
 
 
 def _is_plain(value: Any) -> bool:

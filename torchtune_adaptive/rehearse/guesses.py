@@ -15,6 +15,7 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
+from functools import partial
 from pathlib import Path
 from types import FrameType, NoneType
 
@@ -27,7 +28,6 @@ _PACKAGE = str(Path(__file__).parents[1]) + os.sep
 _HERE, _TORCH, _NUMPY = (os.path.dirname(file) + os.sep for file in (__file__, torch.__file__, numpy.__file__))
 MOST_ITERATIONS = 4096
 """A guessed condition ends no loop until it was read this many times."""
-_COLLECTIVES = tuple(_TORCH + name for name in ("distributed/distributed_c10d.py", "distributed/c10d_logger.py"))
 _NOT_DRAWN = {"_maybe_opt_step", "has_overflow", "add_node_replacement"}
 """Functions that read whether gradients are finite, or a constant to compile."""
 
@@ -59,9 +59,9 @@ class Guesses:
             return usual
         return self._choose(usual, lambda chance, times: usual * chance.uniform(0.5, 1) * (0.1, 10)[times % 2])
 
-    def integer(self, usual: int = 0) -> int:
-        """Return an unknown integer."""
-        return int(self._choose(usual, _random_integer))
+    def integer(self, usual: int = 0, limits: tuple[int, int] | None = None) -> int:
+        """Return an unknown integer: a random one has these limits, of which the second is excluded."""
+        return int(self._choose(usual, partial(_random_integer, limits=limits)))
 
     def condition(self, usual: bool) -> bool:
         """Return the result of a condition on an unknown value.
@@ -71,16 +71,14 @@ class Guesses:
         """
         reader = caller()
         at = _condition_at(reader.f_code.co_filename, reader.f_lineno)
-        if any(line.lstrip().startswith("assert") for line in map(_line, (reader, reader.f_back))):
-            return True
         continues = _result_that_continues(at)
-        if continues is not None and isinstance(at, ast.If) and isinstance(at.body[0], ast.Raise):
-            return continues
+        if isinstance(at, ast.Assert) or (isinstance(at, ast.If) and isinstance(at.body[0], ast.Raise)):
+            return usual if continues is None else continues
         if continues is not None and not reader.f_code.co_filename.startswith(_TORCH):
             usual = continues if self._times[place_of(reader)] < MOST_ITERATIONS else not continues
         return bool(self._choose(usual, lambda chance, times: times == 1 or chance.random() < 0.5))
 
-    def values(self, tensor: torch.Tensor, usual: bool | None = None) -> None:
+    def values(self, tensor: torch.Tensor, usual: bool | None = None, limits: tuple[int, int] | None = None) -> None:
         """Fill a tensor on the host with unknown values: usually with `usual`, or with what it has."""
         place, chance = self._read()
         if place in self.fixed:
@@ -93,28 +91,12 @@ class Guesses:
             largest = _random_float(chance, self._times[place])
             tensor.copy_(largest * torch.rand(tensor.shape, generator=_generator(chance)))
         elif not tensor.is_complex():
-            largest = _random_integer(chance, self._times[place])
-            tensor.copy_(torch.randint(largest + 1, tensor.shape, generator=_generator(chance)))
+            low, high = limits or (0, _random_integer(chance, self._times[place]) + 1)
+            tensor.copy_(torch.randint(low, high, tensor.shape, generator=_generator(chance)))
 
     def stated(self) -> float | None:
         """Return the value that the user states for this place."""
         return self.fixed.get(place_of(caller()))
-
-    def from_others(self, received: list[torch.Tensor]) -> None:
-        """Increase integers that other ranks have sent or, in a reduction, may have: usually, all ranks have the same.
-
-        Messages of torch itself and of this package are not changed.
-        """
-        frame: FrameType | None = caller()
-        while frame and frame.f_code.co_filename.startswith(_COLLECTIVES):
-            frame = frame.f_back
-        if frame is None or frame.f_code.co_filename.startswith((_TORCH, _PACKAGE)):
-            return
-        _, chance = self._read()
-        if chance is None:
-            return
-        for each in received:
-            each += torch.randint(1, 3, each.shape, generator=_generator(chance)) * (each.abs() // 2 + 1)
 
     def offset(self, size: int) -> int:
         """Return by how much to rotate indices below `size` that a kernel would have selected."""
@@ -158,11 +140,11 @@ def _random_float(chance: random.Random, times: int) -> float:
     return 10 ** chance.uniform(0, 2) if kind < 0.75 else -(10 ** chance.uniform(-2, 2))
 
 
-def _random_integer(chance: random.Random, times: int) -> int:
-    """Return a small integer, because it may be an index, or sometimes a larger one."""
-    if times == 1:
-        return 1
-    return chance.randint(0, min(times, 8)) if chance.random() < 0.9 else chance.randint(9, 1000)
+def _random_integer(chance: random.Random, times: int, limits: tuple[int, int] | None = None) -> int:
+    """Return an integer within limits. Without limits, it is often a small one, because it may be an index."""
+    if limits or times == 1:
+        return chance.randrange(*limits) if limits else 1
+    return chance.randint(0, min(times, 8)) if chance.random() < 0.9 else int(10 ** chance.uniform(1, 5))
 
 
 def _generator(chance: random.Random) -> torch.Generator:
@@ -186,24 +168,20 @@ def place_of(reader: FrameType) -> str:
     return f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
-def _line(frame: FrameType | None) -> str:
-    return linecache.getline(frame.f_code.co_filename, frame.f_lineno) if frame else ""
-
-
 @functools.lru_cache(1024)
-def _condition_at(file: str, line: int) -> ast.If | ast.While | None:
-    conditions = (node for node in nodes_of(file) if isinstance(node, ast.If | ast.While))
+def _condition_at(file: str, line: int) -> ast.If | ast.While | ast.Assert | None:
+    conditions = (node for node in nodes_of(file) if isinstance(node, ast.If | ast.While | ast.Assert))
     return next((each for each in conditions if each.test.lineno <= line <= (each.test.end_lineno or 0)), None)
 
 
-def _result_that_continues(at: ast.If | ast.While | None) -> bool | None:
+def _result_that_continues(at: ast.If | ast.While | ast.Assert | None) -> bool | None:
     """Return the result with which a loop or a function goes on; None if the condition does not only end one, or has
     another branch."""
     only = at.body[0] if isinstance(at, ast.If) and len(at.body) == 1 and not at.orelse else None
     value = only.value if isinstance(only, ast.Return) else None
     is_plain = isinstance(value, NoneType | ast.Name | ast.Constant)
     ends = isinstance(only, ast.Break | ast.Continue | ast.Return | ast.Raise) and is_plain
-    if at is None or not (ends or isinstance(at, ast.While)):
+    if at is None or not (ends or isinstance(at, ast.While | ast.Assert)):
         return None
     nots = (each for each in ast.walk(at.test) if isinstance(each, ast.UnaryOp) and isinstance(each.op, ast.Not))
-    return isinstance(at, ast.While) != any(nots)
+    return isinstance(at, ast.While | ast.Assert) != any(nots)

@@ -35,7 +35,7 @@ _ROUTING = (
     "needs more memory (try --skew 2)"
 )
 _HINTS = {
-    r"ZeroDivisionError|FloatingPointError|ValueError: (math domain error|expected a positive input)": "a rehearsal "
+    r"ZeroDivisionError|FloatingPointError|ValueError: (math domain error|expected a positive input|Total of weights)|probabilities do not sum": "a rehearsal "
     "reads numbers of the GPU as 0",
     r"KeyError: '(LOCAL_|GROUP_)?(RANK|WORLD_SIZE)'": "torchrun sets it: put torchrun before the script",
     r"invalid device ordinal|You requested gpu|[Ii]nvalid device (id|index)|device_id cuda:": "for several processes, "
@@ -270,7 +270,11 @@ class RehearsalResult:
             too_large=next((place for place, each in others.items() if each.out_of_memory), ""),
             is_repeatable=self.is_repeatable,
             tried=[
-                {"place": place, "verdict": each.verdict().partition("; ")[0], "higher": each.compare_to(self) > 0}
+                {
+                    "place": place,
+                    "verdict": each.verdict().partition("; ")[0],
+                    "higher": each.compare_to(self) > 0 and each.answer is not None,
+                }
                 for place, each in runs.items()
             ],
         )

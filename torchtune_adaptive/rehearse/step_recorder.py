@@ -32,7 +32,7 @@ from torchtune_adaptive.rehearse.later_batches import larger_batch, note_batches
 from torchtune_adaptive.rehearse.memory_by_holder import memory_by_holder
 from torchtune_adaptive.rehearse.recording import lines_of
 from torchtune_adaptive.rehearse.result import END, END_OF_STEP, NEEDS_OTHERS
-from torchtune_adaptive.rehearse.start import CannotRehearse, RankSettings
+from torchtune_adaptive.rehearse.start import RankSettings
 from torchtune_adaptive.rehearse.step_trace import RECORDER
 from torchtune_adaptive.run_hooks import HOOKS
 
@@ -154,12 +154,6 @@ class StepRecorder:
         if self._searching or self._stepping not in (None, optimizer):
             return
         self._stepping = optimizer
-        if isinstance(optimizer, torch.optim.LBFGS):
-            copies = 2 * optimizer.param_groups[0]["history_size"] + 5
-            raise CannotRehearse(
-                f"torch.optim.LBFGS keeps up to 2 × history_size + 5 = {copies} copies of its parameters, depending on "
-                "values: rehearse with torch.optim.SGD and add their size"
-            )
 
     def _after_optimizer_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if self._searching:
