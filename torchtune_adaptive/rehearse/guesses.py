@@ -70,8 +70,11 @@ class Guesses:
         because this needs the most memory. A condition that only raises an error never raises it.
         """
         reader = caller()
-        at = _condition_at(reader.f_code.co_filename, reader.f_lineno)
+        frames = reader, reader.f_back or reader
+        at, around = (_condition_at(each.f_code.co_filename, each.f_lineno) for each in frames)
         continues = _result_that_continues(at)
+        if at is None and isinstance(around, ast.Assert):
+            return True
         if isinstance(at, ast.Assert) or (isinstance(at, ast.If) and isinstance(at.body[0], ast.Raise)):
             return usual if continues is None else continues
         if continues is not None and not reader.f_code.co_filename.startswith(_TORCH):

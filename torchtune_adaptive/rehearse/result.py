@@ -35,8 +35,8 @@ _ROUTING = (
     "needs more memory (try --skew 2)"
 )
 _HINTS = {
-    r"ZeroDivisionError|FloatingPointError|ValueError: (math domain error|expected a positive input|Total of weights)|probabilities do not sum": "a rehearsal "
-    "reads numbers of the GPU as 0",
+    r"ZeroDivisionError|FloatingPointError|ValueError: (math domain error|expected a positive input|Total of weights)"
+    r"|probabilities do not sum": "a rehearsal reads numbers of the GPU as 0",
     r"KeyError: '(LOCAL_|GROUP_)?(RANK|WORLD_SIZE)'": "torchrun sets it: put torchrun before the script",
     r"invalid device ordinal|You requested gpu|[Ii]nvalid device (id|index)|device_id cuda:": "for several processes, "
     "pass --ranks; for several GPUs in one process, --devices",
