@@ -134,13 +134,11 @@ class Guesses:
 
 
 def _random_float(chance: random.Random, times: int) -> float:
-    """Return a number: often a probability, sometimes a larger or a negative one."""
-    if times == 1:
+    """Return a number: the first two are 2.5, then every second one is a probability, others may be negative."""
+    if times <= 2:
         return 2.5
-    kind = chance.random()
-    if kind < 0.5:
-        return chance.random()
-    return 10 ** chance.uniform(0, 2) if kind < 0.75 else -(10 ** chance.uniform(-2, 2))
+    size: float = 10 ** chance.uniform(0, 2)
+    return chance.random() if times % 2 else size if times % 4 else -size
 
 
 def _random_integer(chance: random.Random, times: int, limits: tuple[int, int] | None = None) -> int:
