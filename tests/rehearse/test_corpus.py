@@ -210,6 +210,18 @@ def test_script_that_finds_its_own_files_is_not_compared_with_itself(rehearse: R
     assert "does the script read files that it has written?" in answer.found
 
 
+def test_sparse_tensors_and_tensors_without_dimensions_have_no_limits(rehearse: Rehearse) -> None:
+    script = """
+    import torch
+
+    sparse, single = torch.eye(64).to_sparse().cuda(), torch.ones((), device="cuda")
+    assert torch.sparse.sum(sparse, 0).shape == sparse.long().sum(0).shape == (64,)
+    assert single.argsort().shape == single.argmax().shape == ()
+    """
+    answer = rehearse(script)
+    assert answer.status == 0, answer.printed
+
+
 def test_torchscript_runs_and_the_gpu_has_its_name(rehearse: Rehearse) -> None:
     script = """
     import torch

@@ -43,8 +43,8 @@ _LIMITS: dict[str, Callable[..., tuple[int, int] | None]] = {
     "randint": lambda first, second=None, *_: (first, second) if isinstance(second, int) else (0, first),
     "randperm": lambda size: (0, size),
     "multinomial": lambda weights, *_: (0, weights.shape[-1]),
-    "argsort": lambda tensor, *_: (0, tensor.shape[-1]),
-    "argmax": lambda tensor, *_: (0, tensor.shape[-1]),
+    "argsort": lambda tensor, *_: (0, tensor.shape[-1] if tensor.ndim else 1),
+    "argmax": lambda tensor, *_: (0, tensor.shape[-1] if tensor.ndim else 1),
     "sum": lambda tensor, *_: (0, tensor.numel() + 1) if tensor.dtype is torch.bool else None,
 }
 """Functions that return integers, and the limits of these for their arguments."""
@@ -391,8 +391,9 @@ def _limits_of(tensor: torch.Tensor) -> tuple[int, int] | None:
 
 
 def _is_plain(value: Any) -> bool:
-    """Return True for a tensor with a storage: not for a subclass, and not inside vmap or grad of torch.func."""
-    return type(value) is torch.Tensor and not torch._C._functorch.is_functorch_wrapped_tensor(value)
+    """Return True for a tensor with a storage: not for a sparse one or a subclass, and not inside vmap or grad."""
+    wrapped = torch._C._functorch.is_functorch_wrapped_tensor
+    return type(value) is torch.Tensor and torch._C._has_storage(value) and not wrapped(value)
 
 
 def _is_small(tensor: torch.Tensor) -> bool:
