@@ -196,8 +196,8 @@ def glance(folder: Path = RESULTS) -> str:
         f"microbatch, take {after} × as long until it grows back"
     )
     lines = (
-        ("faults", "out-of-memory errors injected before single operations of a step", injected),
-        ("nccl", "the same over torch's NCCL code, on simulated GPUs", matched),
+        ("faults", "out-of-memory errors, each injected before one operation of a step", injected),
+        ("nccl", "the same with torch's NCCL process groups, on simulated GPUs", matched),
         ("recovery", "time of a recovery", recovered),
         ("overhead", "CPU time of a step without errors, relative to torchtune's", f"{span(alike, 2)} ×"),
         (

@@ -193,7 +193,7 @@ class StepRunner(Generic[Sample]):
         """Collective: run forward and backward over all samples; repeat both until no rank runs out of memory.
 
         Gradients must be None when it begins. When it returns, they are complete and not scaled. `step` must be equal
-        on all ranks. Pass a new number in each call, so that ranks that run different steps are detected. `upcoming`
+        on all ranks. Pass a new number for each step, so that ranks that run different steps are detected. `upcoming`
         are this rank's samples of the next call, if they are known.
         Under a limit by length, the ranks must agree on a number of microbatches. With `upcoming`, the agreement at the
         end of this step includes that number for the next step, so the next call needs no separate agreement.
