@@ -151,14 +151,14 @@ def rehearsals() -> Iterator[Row]:
         raise SystemExit(f"did not run: {', '.join(failed)}")
 
 
-def rehearse(case: str, memory: str) -> tuple[tuple[str, str], list[float | None]]:
-    """Return the output of the rehearsed script, and the estimated seconds of every step."""
+def rehearse(case: str, memory: str) -> tuple[tuple[str, str], float | None]:
+    """Return the output of the rehearsed script, and the estimated seconds of a step."""
     gpu = "h200" if "H200" in torch.cuda.get_device_name() else "h100"
     options = ["--gpu", gpu, "--memory", memory, "--format", "json"]
     script = ["-m", "tests.gpu.one_card", case]
     result, output = outputs(str(TUNE_ADAPTIVE), "rehearse", *options, "--", *script)
-    steps = json.loads(result)["steps"] if result.startswith("{") else []
-    return (output, output), [step.get("seconds") for step in steps]
+    time = json.loads(result)["time"] if result.startswith("{") else None
+    return (output, output), time and time["seconds"]
 
 
 def outputs(*command: str) -> tuple[str, str]:
@@ -178,7 +178,7 @@ def outputs(*command: str) -> tuple[str, str]:
     return ended.stdout, ended.stderr
 
 
-def steps_of(case: str, real: tuple[str, str], rehearsed: tuple[str, str], estimates: list[float | None]) -> list[Row]:
+def steps_of(case: str, real: tuple[str, str], rehearsed: tuple[str, str], estimated: float | None) -> list[Row]:
     peaks, found = printed("peak", real[0]), printed("peak", rehearsed[0])
     seconds = printed("seconds", real[0])
     if not peaks:
@@ -196,7 +196,7 @@ def steps_of(case: str, real: tuple[str, str], rehearsed: tuple[str, str], estim
                 "reserved": reserved,
                 "rehearsed reserved": expected[1],
                 "seconds": seconds[step] if step < len(seconds) else None,
-                "estimated": estimates[step] if step < len(estimates) else None,
+                "estimated": estimated,
             }
         )
     return rows

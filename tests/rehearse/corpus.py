@@ -126,6 +126,13 @@ def early_exit(step: int) -> Tensor:
     return x
 
 
+def edges_of_a_graph(step: int) -> Tensor:
+    nodes = torch.arange(ROWS, device=where)
+    pairs = torch.stack([nodes, (nodes + torch.randint(1, 500, (ROWS,), device=where)) % ROWS])
+    graph = torch.sparse_coo_tensor(pairs, torch.ones(ROWS, device=where), (ROWS, ROWS)).coalesce()
+    return deep(rows()[graph.indices()[0].cuda()])
+
+
 def entropy_bonus(step: int) -> Tensor:
     probabilities, x = drawn(64).softmax(0), rows()
     entropy = -(probabilities * probabilities.log()).sum()
@@ -145,6 +152,13 @@ def expert_of_the_largest_score(step: int) -> Tensor:
     scores, widths = torch.arange(4.0).to(where), [256, 1024, 2048, 4096]
     chosen = widths[scores.argmax().item()]  # here
     return deep(rows(chosen))
+
+
+def fallback_for_nan(step: int) -> Tensor:
+    x, share = rows(), drawn(8).fill_(-math.inf).softmax(0)
+    if torch.isnan(share).any():  # here
+        x = deep(x)
+    return model[0](x)
 
 
 def file_of_numbers(step: int) -> Tensor:
@@ -231,6 +245,20 @@ def mask_on_the_host(step: int) -> Tensor:
     return deep(rows(len(copied[copied > 0])))
 
 
+def number_changed_by_a_fused_optimizer(step: int) -> Tensor:
+    gate = nn.Parameter(torch.tensor(0.5, device=where))
+    optimizer = torch.optim.AdamW([gate], lr=0.25, fused=True)
+    (gate * -drawn(8).sum() - gate).backward()
+    optimizer.step()
+    return deep(rows(int(ROWS * gate.detach().item())))  # here
+
+
+def number_changed_by_foreach(step: int) -> Tensor:
+    averages = [torch.zeros((), device=where)]
+    torch._foreach_lerp_(averages, [drawn(1).squeeze() + 1.0], 0.5)
+    return deep(rows(int(ROWS * averages[0].item())))  # here
+
+
 def packed_lengths(step: int) -> Tensor:
     lengths = torch.randint(1, 64, (64,), device=where)
     return deep(rows(lengths.sum().item()))  # here
@@ -246,6 +274,26 @@ def plain_float_of_a_function(step: int) -> Tensor:
 def replay_buffer(step: int) -> Tensor:
     kept.append(torch.randn(ROWS, WIDTH, device="cuda"))
     return deep(rows())
+
+
+def retry_after_an_error(step: int) -> Tensor:
+    def check(loss: Tensor) -> None:
+        if loss > 0.5:  # here
+            raise ArithmeticError("the loss is too high")
+
+    x = rows()
+    try:
+        check(drawn(8).mean() + 1.0)
+    except ArithmeticError:
+        x = deep(x)
+    return model[0](x)
+
+
+def retry_without_finite_loss(step: int) -> Tensor:
+    loss, x = drawn(8).mean() * math.inf, rows()
+    if not math.isfinite(loss.item()):  # here
+        x = deep(x)
+    return model[0](x)
 
 
 def root_of_a_float(step: int) -> Tensor:
@@ -275,15 +323,6 @@ def sampled_integer(step: int) -> Tensor:
     return x
 
 
-def scale_of_a_scaler(step: int) -> Tensor:
-    scaler, x = torch.amp.GradScaler(where, init_scale=2.0**16), rows()
-    scaler.scale(drawn(1))
-    scaler._scale *= drawn(1)[0] + 1.0  # type: ignore[operator]
-    if scaler.get_scale() > 2.0:  # here
-        x = deep(x)
-    return model[0](x)
-
-
 def sampled_row(step: int) -> Tensor:
     lengths, chosen = [64] * 1024 + [ROWS] * 3072, torch.randint(2048, 4096, (8,), device=where)
     return deep(rows(lengths[chosen[0].item()]))  # here
@@ -292,6 +331,15 @@ def sampled_row(step: int) -> Tensor:
 def sampled_without_replacement(step: int) -> Tensor:
     chosen = torch.randperm(1024, device=where)[:4] + torch.randint(0, 1, (4,), device=where)
     return deep(rows(4 * int(chosen.max())))  # here
+
+
+def scale_of_a_scaler(step: int) -> Tensor:
+    scaler, x = torch.amp.GradScaler(where, init_scale=2.0**16), rows()
+    scaler.scale(drawn(1))
+    scaler._scale *= drawn(1)[0] + 1.0  # type: ignore[operator]
+    if scaler.get_scale() > 2.0:  # here
+        x = deep(x)
+    return model[0](x)
 
 
 def size_from_a_float(step: int) -> Tensor:
@@ -315,6 +363,13 @@ def tensor_of_numbers(step: int) -> Tensor:
 def three_arguments_of_arange(step: int) -> Tensor:
     chosen = torch.arange(0, ROWS * (drawn(1) / 2 + 0.5).item(), 1, device="cuda")  # here
     return deep(rows()[chosen.long()])
+
+
+def threshold_above_random_numbers(step: int) -> Tensor:
+    perplexity, x = (drawn(8).mean() + 9.0).exp(), rows()
+    if perplexity.item() > 5000:  # here
+        x = deep(x)
+    return model[0](x)
 
 
 def token_dropping(step: int) -> Tensor:
@@ -370,6 +425,14 @@ def wider_with_the_loss(step: int) -> Tensor:
     for value in (drawn(4).sort(descending=True).values + 1.0).tolist():  # here
         plateau.step(value)
     return deep(rows(ROWS if plateau.optimizer.param_groups[0]["lr"] < 1e-3 else 512))
+
+
+def window_of_two_numbers(step: int) -> Tensor:
+    ratio, x = drawn(8).mean() * 0.01 + 1.0, rows()
+    divergence = (ratio - 0.999).item()  # here
+    if 0.9 < ratio.item() < 1.1 and divergence < 0.015:  # here
+        x = deep(x)
+    return model[0](x)
 
 
 def train(forward: Callable[[int], Tensor], steps: int) -> None:

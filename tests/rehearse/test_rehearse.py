@@ -556,7 +556,7 @@ def test_host_values_are_read_and_values_computed_on_the_card_are_guessed_and_re
             del tokens  # as floats these are infinite
             assert torch.empty(2**23, device="cuda").cpu().sum() == 0
             out = model(torch.zeros(rows, 1024, device="cuda"))
-            out.register_hook(lambda gradient: gradient * (not torch.isnan(gradient).any()))
+            out.register_hook(lambda gradient: gradient * (not torch.isnan(gradient).any()))  # guessed
             out[out > 0].sum().backward()  # guessed
             optimizer.step()
         torch.save(optimizer.state_dict(), "state.pt")
@@ -565,7 +565,7 @@ def test_host_values_are_read_and_values_computed_on_the_card_are_guessed_and_re
     """
     answer = rehearse(script)
     assert answer.status == 0, answer.printed
-    assert _lines(answer.found["places_read"]) == _marked(script)
+    assert sorted(_lines(answer.found["places_read"])) == _marked(script)
 
 
 def test_values_changed_or_made_unique_on_the_card_are_guessed(rehearse: Rehearse) -> None:

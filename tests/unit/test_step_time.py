@@ -94,13 +94,6 @@ def test_group_with_one_rank_per_machine_is_limited_by_the_network() -> None:
     assert spread / within == pytest.approx(H100.link / H100.network, rel=0.01)
 
 
-def test_optimizer_update_does_not_depend_on_the_batch() -> None:
-    given = work(MATMUL, COPY._replace(update=True))
-    once, twice = (estimate(given, H100, scale) for scale in (1, 2))
-    assert twice.parts[COMPUTE] == 2 * once.parts[COMPUTE]
-    assert twice.parts[BANDWIDTH] == once.parts[BANDWIDTH]
-
-
 def test_ranks_that_share_samples_do_not_multiply_tokens() -> None:
     given = work(MATMUL)._replace(tokens=4096, ranks_per_sample=8)
     assert given.totals(ranks=16)["tokens_per_step"] == 2 * 4096
@@ -118,7 +111,7 @@ WORK = Work([(Operation(BF16, 1e15, 10**9), 1)], [], tokens=8192, samples=1)
 def imitate(base: float, each: float, command: Sequence[str], card: Gpu, ranks: int | None) -> RehearsalResult:
     """Need `base` GiB, and `each` for a row, on each of the ranks."""
     needed = (base + each * int(command[-1].rpartition("=")[2])) / (ranks or 1)
-    step = {"step": 1, "allocated_bytes": int(needed * GIB), "flushes": 0, "flops": 1.0}
+    step = {"step": 1, "allocated_bytes": int(needed * GIB), "flushes": 0}
     fits = step["allocated_bytes"] <= card.memory
     step["reserved_bytes"] = min(step["allocated_bytes"], card.memory)
     error = {

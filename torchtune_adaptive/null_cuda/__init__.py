@@ -16,7 +16,7 @@ from torchtune_adaptive.null_cuda.build import NullCudaError, build
 
 __all__ = [
     "MAX_DEVICES", "NullCudaError", "build", "environment", "record", "record_lines", "set_card", "set_memory",
-    "settle", "used_convolutions", "used_flops", "used_memory", "used_workspaces",
+    "settle", "used_convolutions", "used_memory", "used_workspaces",
 ]  # fmt: skip
 
 MAX_DEVICES = 16
@@ -91,23 +91,18 @@ def used_memory(*, managed: bool = False) -> int:
 
 def used_convolutions() -> bool:
     """Return True if this process ran a convolution of cuDNN, whose workspace is not counted as memory."""
-    return _counter(ctypes.c_int, "null_cuda_convolutions") > 0
+    return _counter("null_cuda_convolutions") > 0
 
 
 def used_workspaces() -> bool:
     """Return True if this process asked cuFFT, cuSOLVER or cuSPARSE for the size of a workspace, and read 0."""
-    return _counter(ctypes.c_int, "null_cuda_solvers") > 0
+    return _counter("null_cuda_solvers") > 0
 
 
-def used_flops() -> float:
-    """Return the FLOPs of all matrix multiplications of cuBLAS that this process called."""
-    return _counter(ctypes.c_double, "null_cuda_flops")
-
-
-def _counter(kind: type[ctypes.c_int] | type[ctypes.c_double], name: str) -> float:
+def _counter(name: str) -> int:
     """Return a counter of the library; 0 if the process has no null device."""
     library = ctypes.CDLL(None)
-    return kind.in_dll(library, name).value if hasattr(library, name) else 0
+    return ctypes.c_int.in_dll(library, name).value if hasattr(library, name) else 0
 
 
 def _function(name: str) -> Any:

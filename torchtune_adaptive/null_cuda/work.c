@@ -109,36 +109,13 @@ API int cublasLtMatmulAlgoGetHeuristic(void *of, void *what, void *a, void *b, v
   memset(out, 0, 96); // one algorithm, which needs no workspace
   return *found = 1, SUCCESS;
 }
-// FLOPs of all matrix multiplications of cuBLAS since the process started.
-API double null_cuda_flops;
-static void multiply(double m, double n, double k, double batch) {
-  null_cuda_flops += 2 * m * n * k * batch;
-  issue_work();
-}
-API int cublasGemmEx(void *of, int ta, int tb, int m, int n, int k) { return multiply(m, n, k, 1), SUCCESS; }
-API int cublasSgemmEx(void *of, int ta, int tb, int m, int n, int k) { return multiply(m, n, k, 1), SUCCESS; }
-API int cublasSgemm_v2(void *of, int ta, int tb, int m, int n, int k) { return multiply(m, n, k, 1), SUCCESS; }
-API int cublasGemmStridedBatchedEx(void *of, int ta, int tb, int m, int n, int k, const void *alpha, const void *a, int type_a, int lda,
-  int64_t stride_a, const void *b, int type_b, int ldb, int64_t stride_b, const void *beta, void *c, int type_c, int ldc, int64_t stride_c, int batch) {
-  return multiply(m, n, k, batch), SUCCESS;
-}
-API int cublasSgemmStridedBatched(void *of, int ta, int tb, int m, int n, int k, const float *alpha, const float *a, int lda, int64_t stride_a,
-  const float *b, int ldb, int64_t stride_b, const float *beta, float *c, int ldc, int64_t stride_c, int batch) {
-  return multiply(m, n, k, batch), SUCCESS;
-}
-typedef struct { unsigned rows, columns, batch; } Layout; // of a matrix, stored in its handle
-API int cublasLtMatrixLayoutCreate(Layout **out, int type, uint64_t rows, uint64_t columns, int64_t ld) {
-  *out = new_handle();
-  return **out = (Layout){rows, columns, 1}, SUCCESS;
-}
-API int cublasLtMatrixLayoutSetAttribute(Layout *of, int attribute, const int *value, size_t bytes) {
-  if (attribute == 5) of->batch = *value;
-  return SUCCESS;
-}
-API int cublasLtMatmul(void *of, void *what, const void *alpha, const void *a, Layout *in, const void *b, void *inb, const void *beta, const void *c,
-  void *inc, void *d, Layout *out) {
-  return multiply(out->rows, out->columns, (double)in->rows * in->columns / out->rows, out->batch), SUCCESS;
-}
+#define MULTIPLIES(name) API int name(void) { return issue_work(), SUCCESS; }
+MULTIPLIES(cublasGemmEx)
+MULTIPLIES(cublasSgemmEx)
+MULTIPLIES(cublasSgemm_v2)
+MULTIPLIES(cublasGemmStridedBatchedEx)
+MULTIPLIES(cublasSgemmStridedBatched)
+MULTIPLIES(cublasLtMatmul)
 API size_t cudnnGetVersion(void) { return CUDNN_MAJOR * 10000 + CUDNN_MINOR * 100 + CUDNN_PATCH; }
 API size_t cudnnGetCudartVersion(void) { return CUDA; }
 API int cudnnGetProperty(int which, int *out) {

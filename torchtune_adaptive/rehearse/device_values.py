@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import ctypes
 import functools
+import re
 from collections.abc import Callable
 from enum import Enum, auto
 from functools import partial
@@ -103,6 +104,7 @@ class DeviceValues:
         library.impl("nonzero", self._nonzero, "CUDA")
         library.impl("masked_select", self._masked_select, "CUDA")
         library.impl("all", _all, "CUDA")
+        library.impl("_coalesce", _coalesce, "SparseCUDA")
         for name in "_unique2", "unique_dim", "unique_consecutive", "repeat_interleave.Tensor":
             operation = attrgetter(name)(torch.ops.aten)
             library.impl(name, self._with_dynamic_size(operation), "CUDA")
@@ -118,6 +120,8 @@ class DeviceValues:
         torch.topk = torch.Tensor.topk = self._spread_evenly(torch.topk)  # type: ignore[method-assign]
         for name in _IN_PLACE:
             setattr(torch.Tensor, name, self._change_on_host_too(getattr(torch.Tensor, name)))
+        for name in [each for each in dir(torch) if re.match("_(foreach|fused)_.*_$", each)]:
+            setattr(torch, name, self._forget_changed(getattr(torch, name)))
         for name in _CREATE:
             setattr(torch, name, self._create_on_host_too(getattr(torch, name)))
         for name, limits in _LIMITS.items():
@@ -126,6 +130,8 @@ class DeviceValues:
         tensors: Any = torch.Tensor
         events: Any = torch.cuda.Event
         to_list, to_numpy, elapsed = tensors.tolist, tensors.numpy, events.elapsed_time
+        tensors.item = self.guesses.compare_randomly(tensors.item)
+        torch.serialization.add_safe_globals([float])  # a pickled RandomFloat
         tensors.tolist = lambda tensor: to_list(tensor.cpu())
         tensors.numpy = lambda tensor, *, force=False: to_numpy(tensor.cpu() if force else tensor, force=force)
         events.elapsed_time = lambda event, end: self.guesses.duration(elapsed(event, end))
@@ -173,6 +179,15 @@ class DeviceValues:
         if together:
             known |= name in _RECEIVING and all(map(_is_small, written))
         else:
+            if known and name in ("allgather_", "_allgather_base_"):
+                parts = written if len(written) > 1 else written[0].view(group.size(), -1)
+                received = [each for rank, each in enumerate(parts) if rank != group.rank()]
+            else:
+                differs = any(reduction == each for each in (dist.ReduceOp.MAX, dist.ReduceOp.MIN))
+                differs |= name == "broadcast_" and args[2] != group.rank()
+                received = written if known and differs else []
+            for each in received:
+                self.guesses.received(_on_host(each))
             for each in written if known and reduction == dist.ReduceOp.SUM else ():
                 _on_host(each).mul_(group.size())
             if known and name == "alltoall_base_" and not args[3]:  # all ranks send the same data, in equal parts
@@ -203,7 +218,7 @@ class DeviceValues:
                 complete = complete and self._source_of(source) is Source.HOST
             if copied.is_cuda and complete and _is_plain(copied):
                 self._note_write(copied)
-            elif from_device and not copied.is_cuda and copied.numel() < LARGE:
+            elif from_device and not copied.is_cuda and 0 < copied.numel() < LARGE:
                 self._replace_unknown_values(copied.detach(), source)
             return copied
 
@@ -285,6 +300,19 @@ class DeviceValues:
 
         return change
 
+    def _forget_changed(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Wrap a function that changes lists of tensors, but not their versions: their values are unknown then."""
+
+        @functools.wraps(function)
+        def change(changed: Any, *args: Any, **kwargs: Any) -> Any:
+            result = function(changed, *args, **kwargs)
+            for each in () if torch.compiler.is_compiling() else changed:
+                if type(each) in (torch.Tensor, torch.nn.Parameter) and each.is_cuda:
+                    self._writes.pop(each.untyped_storage().data_ptr(), None)
+            return result
+
+        return change
+
     def _create_on_host_too(self, function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         @functools.wraps(function)
         def create(*args: Any, **kwargs: Any) -> torch.Tensor:
@@ -341,7 +369,7 @@ class DeviceValues:
             return self.guesses.number()
         if tensor.dtype is torch.bool:
             known = getattr(tensor, _CHECK, None)
-            return self.guesses.condition(hasattr(tensor, _ALL)) if known is None else known
+            return self.guesses.condition(hasattr(tensor, _ALL)) if known is None else self.guesses.check(known)
         return self.guesses.integer(0 if source is Source.DEVICE else int(self._cpu(tensor)), _limits_of(tensor))
 
     def _nonzero(self, mask: torch.Tensor) -> torch.Tensor:
@@ -425,6 +453,12 @@ def _all(tensor: torch.Tensor) -> torch.Tensor:
     result = tensor.new_empty((), dtype=torch.bool)
     setattr(result, _ALL, True)
     return result
+
+
+def _coalesce(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a copy, as if no index occurred twice, because this needs the most memory."""
+    indices, values = tensor._indices().clone(), tensor._values().clone()
+    return torch.sparse_coo_tensor(indices, values, tensor.shape, is_coalesced=True, check_invariants=False)
 
 
 def _check(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:

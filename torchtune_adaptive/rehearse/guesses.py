@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import functools
 import linecache
+import math
 import os
 import random
 import re
@@ -18,6 +19,7 @@ from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from pathlib import Path
 from types import FrameType, NoneType
+from typing import Any
 
 import numpy
 import torch
@@ -28,8 +30,10 @@ _PACKAGE = str(Path(__file__).parents[1]) + os.sep
 _HERE, _TORCH, _NUMPY = (os.path.dirname(file) + os.sep for file in (__file__, torch.__file__, numpy.__file__))
 MOST_ITERATIONS = 4096
 """A guessed condition ends no loop until it was read this many times."""
+_NO_PLACE = re.compile(f"{re.escape(_TORCH)}|{re.escape(_HERE)}|<|.*/torchinductor_")
 _NOT_DRAWN = {"_maybe_opt_step", "has_overflow", "add_node_replacement"}
 """Functions that read whether gradients are finite, or a constant to compile."""
+_COLLECTIVES = r"torch/distributed/(distributed_c10d|c10d_logger)\.py$"
 
 
 class Guesses:
@@ -41,17 +45,37 @@ class Guesses:
         the text of the line and on how often it was reached."""
         self.fixed: Mapping[str, float] = {}
         """The values that the user states, by place."""
+        self.not_finite = False
+        """True: most floats are NaN, and checks for NaN and infinity find them."""
         self.on_read: Callable[[str], object] = lambda place: None
         """Called with each place that reads an unknown value."""
         self.on_routing: Callable[[str], object] = lambda place: None
         """Called with each place that counts the tokens of experts."""
         self._times = Counter[str]()
+        self._drawn: tuple[random.Random, int] | None = None
+        """The source of the last float, if it was random, and how often its place was read."""
 
     def number(self, usual: float = 0.0) -> float:
         """Return an unknown float."""
         if caller().f_code.co_name == "_get_value":  # on the device after a state was loaded; optimizers divide by it
             return 1.0
-        return self._choose(usual, _random_float)
+        place, chance = self._read()
+        if place in self.fixed:
+            return self.fixed[place]
+        if chance:
+            self._drawn = chance, self._times[place]
+            return _random_float(*self._drawn)
+        return math.nan if self._is_nan(place) else usual
+
+    def compare_randomly(self, read: Callable[[torch.Tensor], float]) -> Callable[[torch.Tensor], float]:
+        """Wrap a function that reads a number: if this is random, so are the results of comparing it."""
+
+        def item(tensor: torch.Tensor) -> float:
+            self._drawn = None
+            found = read(tensor)
+            return RandomFloat.new(found, partial(_compare, *self._drawn)) if self._drawn else found
+
+        return item
 
     def duration(self, usual: float) -> float:
         """Return an unknown time between two events, except to an autotuner. Of two, the second is shorter."""
@@ -67,19 +91,27 @@ class Guesses:
         """Return the result of a condition on an unknown value.
 
         A condition that only ends a loop, an iteration or a function usually gets the result with which these go on,
-        because this needs the most memory. A condition that only raises an error never raises it.
+        because this needs the most memory. A condition that only raises an error never raises it, unless the script
+        catches it.
         """
         reader = caller()
-        frames = reader, reader.f_back or reader
-        at, around = (_condition_at(each.f_code.co_filename, each.f_lineno) for each in frames)
-        continues = _result_that_continues(at)
-        if at is None and isinstance(around, ast.Assert):
-            return True
-        if isinstance(at, ast.Assert) or (isinstance(at, ast.If) and isinstance(at.body[0], ast.Raise)):
+        _, continues, only_raises = _condition_of(reader)
+        if only_raises:
             return usual if continues is None else continues
         if continues is not None and not reader.f_code.co_filename.startswith(_TORCH):
             usual = continues if self._times[place_of(reader)] < MOST_ITERATIONS else not continues
-        return bool(self._choose(usual, lambda chance, times: times == 1 or chance.random() < 0.5))
+        return bool(self._choose(usual, _random_condition))
+
+    def check(self, usual: bool) -> bool:
+        """Return the result of a check for NaN or infinity."""
+        only_raises, place = _condition_of(caller())[2], self._read()[0]
+        if place in self.fixed:
+            return bool(self.fixed[place])
+        return usual != (self._is_nan(place) and not only_raises)
+
+    def _is_nan(self, place: str) -> bool:
+        """Return True if this read has NaN: not the second one, so that a script that skips such steps takes others."""
+        return self.not_finite and place != "" and self._times[place] % 3 != 2
 
     def values(self, tensor: torch.Tensor, usual: bool | None = None, limits: tuple[int, int] | None = None) -> None:
         """Fill a tensor on the host with unknown values: usually with `usual`, or with what it has."""
@@ -88,6 +120,8 @@ class Guesses:
             tensor.fill_(self.fixed[place])
         elif chance is None:
             tensor.copy_(tensor if usual is None else torch.tensor(usual))
+            if self._is_nan(place) and tensor.is_floating_point():
+                tensor.fill_(math.nan)
         elif tensor.dtype is torch.bool:
             tensor.copy_(torch.rand(tensor.shape, generator=_generator(chance)) < 0.5)
         elif tensor.is_floating_point():
@@ -96,6 +130,20 @@ class Guesses:
         elif not tensor.is_complex():
             low, high = limits or (0, _random_integer(chance, self._times[place]) + 1)
             tensor.copy_(torch.randint(low, high, tensor.shape, generator=_generator(chance)))
+
+    def received(self, values: torch.Tensor) -> None:
+        """Change integers that a line of the script, not of a library, receives from other ranks."""
+        frame = caller()
+        while frame.f_back and re.search(_COLLECTIVES, frame.f_code.co_filename):
+            if "object" in frame.f_code.co_name:  # the integers are sizes of pickled objects
+                return
+            frame = frame.f_back
+        place, chance = ("", None) if "-packages/" in frame.f_code.co_filename else self._read()
+        if chance is not None:
+            share = (
+                torch.ones(()) if self._times[place] == 1 else torch.rand(values.shape, generator=_generator(chance))
+            )
+            values.copy_(share > 0.5 if values.dtype is torch.bool else values // 2 + share * (1.5 * values.abs() + 2))
 
     def stated(self) -> float | None:
         """Return the value that the user states for this place."""
@@ -141,6 +189,19 @@ def _random_float(chance: random.Random, times: int) -> float:
     return chance.random() if times % 2 else size if times % 4 else -size
 
 
+def _random_condition(chance: random.Random, times: int) -> bool:
+    """Return True more often at odd times, so that several conditions of a step have the same result."""
+    return times == 1 or chance.random() < (0.85 if times % 2 else 0.15)
+
+
+def _compare(chance: random.Random, times: int, usual: bool) -> bool:
+    """Return the result of comparing a random float: a random one, except that functions and iterations go on."""
+    at, continues, only_raises = _condition_of(caller())
+    if only_raises or (isinstance(at, ast.If) and continues is not None):
+        return usual if continues is None else continues
+    return _random_condition(chance, times)
+
+
 def _random_integer(chance: random.Random, times: int, limits: tuple[int, int] | None = None) -> int:
     """Return an integer within limits. Without limits, it is often a small one, because it may be an index."""
     if limits or times == 1:
@@ -150,6 +211,41 @@ def _random_integer(chance: random.Random, times: int, limits: tuple[int, int] |
 
 def _generator(chance: random.Random) -> torch.Generator:
     return torch.Generator("cpu").manual_seed(chance.getrandbits(32))
+
+
+class RandomFloat(float):
+    """A random number: results of comparisons are random, too, so that any threshold can be passed.
+
+    Numbers that are computed from it are as well.
+    """
+
+    compare: Callable[[bool], bool]
+
+    @classmethod
+    def new(cls, number: float, compare: Callable[[bool], bool]) -> RandomFloat:
+        """Return a number whose comparisons have the result of `compare`, which gets the real result."""
+        found = cls(number)
+        found.compare = compare
+        return found
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return float, (float(self),)
+
+
+def _randomly(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap a method of float for RandomFloat."""
+
+    def call(number: RandomFloat, *args: Any) -> Any:
+        result = function(number, *args)
+        if result is True or result is False:
+            return number.compare(result)
+        return RandomFloat.new(result, number.compare) if type(result) is float else result
+
+    return call
+
+
+for _name in "lt", "le", "gt", "ge", "add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv", "neg", "abs":
+    setattr(RandomFloat, f"__{_name}__", _randomly(getattr(float, f"__{_name}__")))
 
 
 def caller() -> FrameType:
@@ -163,10 +259,49 @@ def caller() -> FrameType:
 def place_of(reader: FrameType) -> str:
     """Return file and line of the innermost frame outside torch."""
     frame: FrameType | None = reader
-    while frame and frame.f_code.co_filename.startswith((_TORCH, _HERE, "<")):
+    while frame and re.match(_NO_PLACE, frame.f_code.co_filename):
         frame = frame.f_back
     frame = frame or reader
     return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+def _condition_of(reader: FrameType) -> tuple[ast.If | ast.While | ast.Assert | None, bool | None, bool]:
+    """Return the condition that a frame evaluates, the result with which the script goes on, and True if another
+    result only raises an error that the script does not catch."""
+    frames = reader, reader.f_back or reader
+    at, around = (_condition_at(each.f_code.co_filename, each.f_lineno) for each in frames)
+    if at is None and isinstance(around, ast.Assert):
+        return at, True, not _is_caught("AssertionError", reader)
+    raises = at if isinstance(at, ast.Assert) else at.body[0] if isinstance(at, ast.If) else None
+    if not isinstance(raises, ast.Assert | ast.Raise):
+        return at, _result_that_continues(at), False
+    error = getattr(raises, "exc", None)
+    name = ast.unparse(error).partition("(")[0] if error else "AssertionError"
+    return at, _result_that_continues(at), not _is_caught(name, reader)
+
+
+def _is_caught(error: str, frame: FrameType | None) -> bool:
+    """Return True if this function, or one that has called it, catches this error."""
+    while frame and not _catches(frame.f_code.co_filename, frame.f_lineno, error):
+        frame = frame.f_back
+    return frame is not None
+
+
+@functools.lru_cache(1024)
+def _catches(file: str, line: int, error: str) -> bool:
+    """Return True if a line is in a `try` with a handler of this error that does not raise another."""
+    handlers = (
+        handler
+        for each in nodes_of(file)
+        if isinstance(each, ast.Try) and each.handlers and each.lineno <= line < each.handlers[0].lineno
+        for handler in each.handlers
+    )
+    return any(
+        handler.type
+        and error in ast.unparse(handler.type)
+        and not any(isinstance(each, ast.Raise) for each in ast.walk(handler))
+        for handler in handlers
+    )
 
 
 @functools.lru_cache(1024)

@@ -14,7 +14,7 @@ from pathlib import Path
 from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.formatting import is_whole, parse_bytes
 from torchtune_adaptive.rehearse.gpus import Gpu, gpu_named
-from torchtune_adaptive.rehearse.result import RehearsalResult
+from torchtune_adaptive.rehearse.result import NOT_FINITE, RehearsalResult
 from torchtune_adaptive.rehearse.start import RankSettings, check_command, rehearse_once
 from torchtune_adaptive.rehearse.sweep import largest, range_in
 
@@ -91,13 +91,16 @@ def _with_random_values(
         return found
     if not quiet:
         print("rehearse: the script reads computed values: once more, with random ones", file=sys.stderr)
-    spent = [found.cpu_s]
+    spent, read_again, ends = [found.cpu_s], dict[str, str](), list[str]()
 
-    def differing(kept: Sequence[str]) -> RehearsalResult | None:
-        """Rehearse with random values, except at these places. Return the result if its memory differs."""
-        random = settings._replace(ranks=found.ranks, kept=kept)
-        other = _rehearse(random, command, gpu, quiet=True)
+    def differing(kept: Sequence[str] | None, *, not_finite: bool = False) -> RehearsalResult | None:
+        """Rehearse with random values, except at these places, or with NaN. Return the result if its memory differs."""
+        changed = settings._replace(ranks=found.ranks, kept=kept, not_finite=not_finite, since=found.first_read)
+        other = _rehearse(changed, command, gpu, quiet=True)
         spent.append(other.cpu_s)
+        read_again.update(other.read_again)
+        if other.fits and len(other.steps) > len(found.steps):
+            ends.extend(found.places_read[-1:])
         return other if other.compare_to(found) else None
 
     others: dict[str, RehearsalResult] = {}
@@ -111,7 +114,12 @@ def _with_random_values(
             found = replace(found, is_repeatable=False)
             break
         others[suspects[0]] = other
-    return replace(found.with_random_values(others), cpu_s=sum(spent))
+    other = differing(None, not_finite=True)
+    if other and (other.out_of_memory or (other.fits and other.has_higher_peak_than(found, "reserved_bytes"))):
+        place = next(iter(found.reads_before_difference(other)), "an unknown line")
+        others[place if place in others else NOT_FINITE + place] = other
+    ended_by = "".join(ends[:1])
+    return replace(found.with_random_values(others), cpu_s=sum(spent), read_again=read_again, ended_by=ended_by)
 
 
 def _rehearse(settings: RankSettings, command: Sequence[str], gpu: Gpu, *, quiet: bool) -> RehearsalResult:

@@ -19,13 +19,18 @@ from typing import Any
 from torchtune_adaptive.formatting import count_of
 from torchtune_adaptive.rehearse import hangs
 from torchtune_adaptive.rehearse.gpus import Gpu
-from torchtune_adaptive.rehearse.step_time import StepTime, Work, estimate, seconds_text, time_lines
+from torchtune_adaptive.rehearse.step_time import StepTime, Work, estimate, time_lines
 
 GIB = 2**30
 SHOWN_STEPS, SHOWN_PLACES = 20, 3
 COMPARED = "compared"
 """The file with the result of comparing the calls of all ranks."""
-USUAL = "usual values"
+USUAL, NOT_FINITE = "usual values", "NaN at "
+"""Descriptions of rehearsals, besides places with random values."""
+_TICK_S = 0.01
+"""The time of a file can be earlier than that of the process by this much."""
+ENDLESS = 16
+"""A place that was read this many times without another seems to be the condition of an endless loop."""
 END_OF_STEP, END = "end of step", "end"
 """Moments at which the total of allocated bytes is recorded, besides reads of guessed values."""
 PARAMETERS, GRADIENTS, OPTIMIZER, OTHER = "parameters", "gradients", "optimizer", "activations and other"
@@ -91,7 +96,7 @@ class RehearsalResult:
     last_error: str = ""
     """The script's last line of standard error that looks like an error; if no line does, its last line."""
     steps: list[dict[str, int]] = field(default_factory=list)
-    """The peaks and flushes of each step: step, allocated_bytes, reserved_bytes, flushes, flops."""
+    """The peaks and flushes of each step: step, allocated_bytes, reserved_bytes, flushes."""
     errors: list[dict[str, Any]] = field(default_factory=list)
     """All out-of-memory errors of the allocator, including those that the script caught."""
     end: dict[str, Any] = field(default_factory=dict)
@@ -121,6 +126,12 @@ class RehearsalResult:
     more memory (`higher`); and the one with the usual values, if this is not its result."""
     too_large: str = ""
     """The place that decides a rehearsal with random values that ran out of memory; empty if none did."""
+    first_read: float = 0
+    """When the script has read its first unknown value, in seconds since the epoch."""
+    read_again: dict[str, str] = field(default_factory=dict)
+    """Places where another rehearsal has read files that this one has written, and their paths."""
+    ended_by: str = ""
+    """The last place that was read, if rehearsals with other values took more steps."""
     is_repeatable: bool = True
     """False if another rehearsal with the same values has allocated other memory."""
     collectives: int | None = None
@@ -152,6 +163,8 @@ class RehearsalResult:
             end=dict(*found["end"][:1]),
             reads=found["read"],
             routing=[*dict.fromkeys(each["place"] for each in found["routing"])],
+            first_read=sum(each["time"] for each in found["first_read"]) - _TICK_S,
+            read_again={each["place"]: each["path"] for each in found["read_again"]},
             child="".join(each["command"] for each in found["child"][:1]),
             # without data, answers end at once, so the time of a step is unknown
             traced=dict(*found["work"][-1:]) if all(each["timed"] for each in found["setting"]) else {},
@@ -239,13 +252,24 @@ class RehearsalResult:
 
     def compare_to(self, usual: RehearsalResult) -> int:
         """Return 1 if this rehearsal with random values failed or needed more memory, -1 if it needed less."""
-        if not self.fits or self.run_peaks["allocated_bytes"] > usual.run_peaks["allocated_bytes"]:
+        if not self.fits or self.has_higher_peak_than(usual):
             return 1
         mine, theirs = self._per_step, usual._per_step
         if len(mine) != len(theirs):  # one has ended earlier: its end is not the end of a step
             mine, theirs = mine[:-1], theirs[:-1]
         differences = ((mine > theirs) - (mine < theirs) for mine, theirs in zip(mine, theirs, strict=False))
         return next(filter(None, differences), 0)
+
+    def has_higher_peak_than(self, other: RehearsalResult, of: str = "allocated_bytes") -> bool:
+        """Return True if this rehearsal had a higher peak of this memory."""
+        return self.run_peaks[of] > other.run_peaks[of]
+
+    def _may_need_more_than(self, usual: RehearsalResult) -> bool:
+        """Return True if this rehearsal had a higher peak, or if it read the same values, but allocated more."""
+        if self.answer is None or self.has_higher_peak_than(usual):
+            return self.answer is not None
+        same_reads = [each["at"] for each in self.reads] == [each["at"] for each in usual.reads]
+        return same_reads and self.compare_to(usual) > 0
 
     @property
     def places_read(self) -> list[str]:
@@ -273,7 +297,7 @@ class RehearsalResult:
                 {
                     "place": place,
                     "verdict": each.verdict().partition("; ")[0],
-                    "higher": each.compare_to(self) > 0 and each.answer is not None,
+                    "higher": each._may_need_more_than(self),
                 }
                 for place, each in runs.items()
             ],
@@ -351,8 +375,8 @@ class RehearsalResult:
                 why = f"an optimizer took no step in {after}, so its state and its gradients are missing: raise --steps"
             case Outcome.DEPENDS:
                 why = (
-                    f"fits with {self._most_reserved}, but runs out of memory with random values at {self.too_large}: "
-                    f"state the value (--fixed {self.too_large}=N)"
+                    f"fits with {self._most_reserved}, but runs out of memory with {_values_at(self.too_large)}: "
+                    f"state the value (--fixed {self.too_large.removeprefix(NOT_FINITE)}=N)"
                 )
             case Outcome.UNUSED:
                 what = "trained" if self.steps else "took no optimizer step"
@@ -362,12 +386,16 @@ class RehearsalResult:
     @property
     def guesses(self) -> list[str]:
         """The places that read a value on which memory depends."""
-        return [each["place"] for each in self.tried if each["place"] != USUAL]
+        return [each["place"].removeprefix(NOT_FINITE) for each in self.tried if each["place"] != USUAL]
 
     @property
     def _guessed(self) -> str:
         """The part of the verdict about guessed values that may raise the peak."""
-        places = [each["place"] for each in self.tried if each["higher"]] + self.routing
+        places = [each["place"].removeprefix(NOT_FINITE) for each in self.tried if each["higher"]]
+        places += [*self.read_again, *self.routing]
+        recent = {each["at"] for each in self.reads[-ENDLESS:]} - {END}
+        if self.out_of_memory and len(recent) == 1 and len(self.reads) >= ENDLESS:  # in a loop
+            places += recent
         return f"; memory depends on a guessed value at {_shortened(places)} (see below)" * bool(places)
 
     @property
@@ -413,6 +441,7 @@ class RehearsalResult:
             f"; the script recovered from {errors}": self.steps and self.caught,
             LARGER.format_map(defaultdict(int, self.later_batch)): self.later_batch,
             self._guessed: True,
+            f"; the number of steps depends on a guessed value at {self.ended_by}": self.ended_by,
             "; not all memory is counted (see below)": any("more memory" in each for each in self.end.get("notes", ())),
             "; an optimizer took no step": self.steps and self.end.get("idle"),
             f"; a second step would need about {_size(second)} allocated": second,
@@ -444,21 +473,9 @@ class RehearsalResult:
         work = Work.from_json(self.traced["work"]) if self.traced else None
         return work if work and work.operations else None
 
-    def step_time(self, step: dict[str, Any]) -> StepTime | None:
-        """Estimate a step. Its forward and backward are those of the recorded step, scaled by the ratio of FLOPs."""
-        if self.work is None or self.gpu is None or self.gpu.rates is None:
-            return None
-        recorded = self.steps[self.traced["step"] - 1]["flops"]
-        return estimate(self.work, self.gpu.rates, step["flops"] / recorded if recorded and step["flops"] else 1.0)
-
     def recorded_time(self) -> StepTime | None:
         """Estimate the recorded step."""
-        return self.step_time(self.steps[self.traced["step"] - 1]) if self.traced else None
-
-    @property
-    def timed_steps(self) -> list[dict[str, Any]]:
-        """The steps with their estimated seconds."""
-        return [{**each, "seconds": time.seconds if (time := self.step_time(each)) else None} for each in self.steps]
+        return estimate(self.work, self.gpu.rates) if self.work and self.gpu and self.gpu.rates else None
 
     def _time_as_dict(self) -> dict[str, Any] | None:
         time, work = self.recorded_time(), self.work
@@ -489,15 +506,13 @@ class RehearsalResult:
         return "\n\n".join("\n".join(lines) for lines in sections if lines)
 
     def _step_lines(self) -> list[str]:
-        shown, left_out = self.timed_steps[:SHOWN_STEPS], len(self.steps[SHOWN_STEPS:])
-        times = [f"{seconds_text(each['seconds']):>10}" if each["seconds"] else "" for each in shown]
-        heading = f"{'time':>10}" * any(times)
+        shown, left_out = self.steps[:SHOWN_STEPS], len(self.steps[SHOWN_STEPS:])
         return [
-            *[f"{'step':>6}  {'allocated':>9}  {'reserved':>9}  flushes{heading}   (peaks, GiB)"] * bool(shown),
+            *[f"{'step':>6}  {'allocated':>9}  {'reserved':>9}  flushes   (peaks, GiB)"] * bool(shown),
             *(
                 f"{each['step']:>6}  {_gib(each['allocated_bytes']):>9}  {_gib(each['reserved_bytes']):>9}  "
-                f"{each['flushes'] or '':>7}{time}"
-                for each, time in zip(shown, times, strict=True)
+                f"{each['flushes'] or '':>7}".rstrip()
+                for each in shown
             ),
             *[f"  {left_out} more steps are not shown"] * bool(left_out),
         ]
@@ -522,9 +537,13 @@ class RehearsalResult:
             *[self.setting] * bool(self.setting),
             "kernels did not run: every loss is 0, and branches on values may differ in training",
             *[_ROUTING.format(places=_shortened(self.routing))] * bool(self.routing),
-            *["another rehearsal with the same values differs: does the script read files that it has written?"]
+            *["another rehearsal with the same values differs: does the script find files that it has written?"]
             * (not self.is_repeatable),
-            *(f"with {'' if at == USUAL else 'random values at '}{at}: {verdict}" for at, verdict, _ in tried),
+            *(
+                f"{place} reads {path}, which the first rehearsal has written"
+                for place, path in self.read_again.items()
+            ),
+            *(f"with {_values_at(place)}: {verdict}" for place, verdict, _ in tried),
             *["to state a value: --fixed FILE:LINE=N"] * bool(self.tried),
             *["later steps may need more memory: --steps 0 runs to the end"] * bool(self.end.get("stopped")),
             *self.end.get("notes", ()),
@@ -535,7 +554,7 @@ class RehearsalResult:
         """Return the result for JSON."""
         same = (
             "rank", "ranks", "usable_bytes", "overhead_bytes", "rank_peaks", "out_of_memory", "caught",
-            "guesses", "routing", "tried", "later_batch",
+            "guesses", "routing", "tried", "read_again", "ended_by", "later_batch",
         )  # fmt: skip
         return {
             "fits": self.answer,
@@ -545,13 +564,18 @@ class RehearsalResult:
             "peak_by_kind": self.peak_by_kind,
             "largest": self.largest,
             "searches": self.searches,
-            "steps": self.timed_steps,
+            "steps": self.steps,
             "time": self._time_as_dict(),
             "hang": self.hang if self.outcome is Outcome.HANGS else None,
             "collectives": self.collectives,
             "after_last_step": self.end,
             "script_status": self.status,
+            "cpu_s": self.cpu_s,
         }
+
+
+def _values_at(place: str) -> str:
+    return place if place.startswith((USUAL, NOT_FINITE)) else f"random values at {place}"
 
 
 def _shortened(places: list[str]) -> str:

@@ -124,9 +124,11 @@ def main(
         return rank, running
 
     guesses, values.skew = values.guesses, settings.skew
-    guesses.kept, guesses.fixed = settings.kept, settings.fixed
+    guesses.kept, guesses.fixed, guesses.not_finite = settings.kept, settings.fixed, settings.not_finite
     guesses.on_read, guesses.on_routing = recorder.has_read, recorder.routes
     values.alone = settings.together is None
+    if settings.since is not None:
+        recorder.note_files(settings.since)
     fake_ranks.begin(settings.rank, settings.ranks, start_ranks, folder / "store")
     _run_recorded(recorder, command)
 

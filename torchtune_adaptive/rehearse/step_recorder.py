@@ -9,8 +9,10 @@ import json
 import linecache
 import os
 import re
+import stat
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -26,11 +28,11 @@ import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdRef
 
-from torchtune_adaptive.null_cuda import used_convolutions, used_flops, used_memory, used_workspaces
+from torchtune_adaptive.null_cuda import used_convolutions, used_memory, used_workspaces
 from torchtune_adaptive.rehearse.fake_ranks import after_import
 from torchtune_adaptive.rehearse.later_batches import larger_batch, note_batches
 from torchtune_adaptive.rehearse.memory_by_holder import memory_by_holder
-from torchtune_adaptive.rehearse.recording import lines_of
+from torchtune_adaptive.rehearse.recording import lines, lines_of
 from torchtune_adaptive.rehearse.result import END, END_OF_STEP, NEEDS_OTHERS
 from torchtune_adaptive.rehearse.start import RankSettings
 from torchtune_adaptive.rehearse.step_trace import RECORDER
@@ -40,6 +42,7 @@ MOST_READS = 20_000
 """Reads that are recorded."""
 _TORCH = str(Path(torch.__file__).parent)
 _HERE = str(Path(__file__).parent)
+_CACHES = re.compile(r"/__pycache__/|/torchinductor_|/\.triton/|^/proc/")
 
 
 class StepRecorder:
@@ -248,9 +251,26 @@ class StepRecorder:
 
     def has_read(self, place: str) -> None:
         """Record that the script reads an unknown value, and how many bytes it has allocated until then."""
+        if not self._reads:
+            self.write("first_read", {"time": time.time()})
         self._reads += 1
         if self._reads < MOST_READS or not place[-1].isdecimal():
             self.write("read", {"at": place, "total_bytes": _total_bytes()})
+
+    def note_files(self, since: float) -> None:
+        """Record reads of files that were written since this time, but before this process started."""
+        started = time.time()
+
+        def note(event: str, args: tuple[Any, ...]) -> None:
+            if event != "open" or isinstance(args[0], int) or args[2] & (os.O_WRONLY | os.O_RDWR):
+                return
+            path = os.path.abspath(os.fsdecode(args[0]))
+            with suppress(OSError):
+                status = os.stat(path)
+                if stat.S_ISREG(status.st_mode) and since <= status.st_mtime < started and not _CACHES.search(path):
+                    self.write("read_again", {"place": lines().partition(" < ")[0], "path": path})
+
+        sys.addaudithook(note)
 
     def routes(self, place: str) -> None:
         """Record that the script counts the tokens of experts at this place."""
@@ -331,15 +351,12 @@ class Usage:
     reserved_bytes: int = 0
     flushes: int = 0
     """How often the allocator released its cache and tried again."""
-    flops: float = 0
-    """FLOPs of matrix multiplications."""
 
     def add(self, other: Usage) -> None:
         """Extend the period by that of `other`."""
         self.allocated_bytes = max(self.allocated_bytes, other.allocated_bytes)
         self.reserved_bytes = max(self.reserved_bytes, other.reserved_bytes)
         self.flushes += other.flushes
-        self.flops += other.flops
 
 
 Usages = dict[int, Usage]
@@ -352,10 +369,9 @@ def _add(total: Usages, other: Usages) -> None:
 
 
 def _fullest(usages: Usages) -> Usage:
-    """Return the peaks of the device that reserved the most memory, and the flushes and FLOPs of all devices."""
+    """Return the peaks of the device that reserved the most memory, and the flushes of all devices."""
     most = max(usages.values(), key=attrgetter("reserved_bytes"), default=Usage())
-    every = usages.values()
-    return replace(most, flushes=sum(each.flushes for each in every), flops=sum(each.flops for each in every))
+    return replace(most, flushes=sum(each.flushes for each in usages.values()))
 
 
 class Peaks:
@@ -368,17 +384,13 @@ class Peaks:
         self._ours: Usages = {}
         """The recorder's peaks at the script's last reset."""
         self._flushes: dict[int, int] = {}
-        self._flops = 0.0
         torch._C._cuda_memoryStats = self._statistics_of_script
         torch._C._cuda_resetPeakMemoryStats = self._reset_by_script
 
     def read(self) -> Usages:
         """Return the peaks since the last call."""
         devices = torch.cuda.device_count() if torch.cuda.is_initialized() else 0
-        usages = {device: self._read(device) for device in range(devices)}
-        if usages:  # FLOPs are counted for all devices together
-            usages[0].flops, self._flops = used_flops() - self._flops, used_flops()
-        return usages
+        return {device: self._read(device) for device in range(devices)}
 
     def _read(self, device: int) -> Usage:
         statistics = self._statistics(device)

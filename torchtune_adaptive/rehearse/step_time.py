@@ -18,8 +18,6 @@ class Operation(NamedTuple):
     """The type of its matrices, for example BF16; MEMORY for other kernels; HOST for a copy between host and GPU."""
     flops: float
     bytes: int
-    update: bool = False
-    """True for kernels of the optimizer's update, whose time does not depend on the batch."""
     flash: bool = False
     """True for FlashAttention 2."""
 
@@ -107,13 +105,12 @@ COMPUTE, BANDWIDTH, COMMUNICATION = "compute", "memory bandwidth", "communicatio
 COPIES, LAUNCHES = "copies between host and GPU", "kernel launches"
 
 
-def estimate(work: Work, rates: Rates, scale: float = 1.0) -> StepTime:
-    """Estimate a step with `scale` times the work of the recorded one; update and communication stay the same."""
+def estimate(work: Work, rates: Rates) -> StepTime:
+    """Estimate a step with this work."""
     parts = dict.fromkeys((COMPUTE, BANDWIDTH, COMMUNICATION, COPIES, LAUNCHES), 0.0)
     least = hidden = 0.0
-    for operation, times in work.operations:
-        count = times if operation.update else times * scale
-        parts[LAUNCHES] += times * LAUNCH_S
+    for operation, count in work.operations:
+        parts[LAUNCHES] += count * LAUNCH_S
         if operation.kind == HOST:
             parts[COPIES] += count * (operation.bytes / (rates.pcie * 1e9 * LINK_EFFICIENCY) + KERNEL_S)
             continue

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import itertools
 import json
 import math
 import re
@@ -165,7 +166,6 @@ class _Trace:
         """The work inside each operation whose end has not been read yet."""
         self._dispatched: set[int] = set()
         """Operations that a tensor subclass or a dispatch mode handles by calling others."""
-        self._threads: set[int] = set()
         self._groups: dict[str, list[int]] = {}
         self.sharing: dict[str, int] = {}  # the number of ranks by mesh dimension, if they share samples
         self._parents: dict[int, int] = {}
@@ -179,7 +179,6 @@ class _Trace:
         inner = self._inner.pop(identity, [])
         space, _, short = name.partition("::")
         if name.endswith("|thread]"):
-            self._threads.add(identity)
             self._inner[identity] = inner
             return
         self._parents[identity] = parent
@@ -187,8 +186,6 @@ class _Trace:
             self._dispatched.add(parent)
         elif name.startswith("autograd::engine"):
             self._backward.add(identity)
-        elif name.startswith("Optimizer.step"):
-            inner = _with(inner, Operation, update=True)
         elif name.startswith(("FSDP::", "FullyShardedDataParallel._")):
             inner = _with(inner, Transfer, hidden=True)
         elif name == "CompiledFunction":
@@ -210,13 +207,9 @@ class _Trace:
         """Return all work, including that of operations whose end is not in the trace.
 
         These are the optimizer's step, inside which the trace stops, and operations that an exception ended, for
-        example in a recomputation. The optimizer's step began last of these.
+        example in a recomputation.
         """
-        found: Counter[Operation | Transfer] = Counter()
-        last = max(self._inner.keys() - self._threads, default=None)
-        for identity, inner in self._inner.items():
-            found.update(_with(inner, Operation, update=True) if identity == last else inner)
-        return found
+        return Counter(itertools.chain.from_iterable(self._inner.values()))
 
     def tokens_and_samples(self) -> tuple[int, int]:
         """Return the tokens and samples of the largest embedding, or no tokens and those of the first convolution.
