@@ -25,7 +25,6 @@ from torchtune_adaptive.rehearse.step_time import (
     Transfer,
     Work,
     estimate,
-    time_lines,
 )
 from torchtune_adaptive.rehearse.sweep import SweepRow, as_table, compare, largest, range_in
 
@@ -99,15 +98,6 @@ def test_optimizer_update_does_not_depend_on_the_batch() -> None:
     once, twice = (estimate(given, H100, scale) for scale in (1, 2))
     assert twice.parts[COMPUTE] == 2 * once.parts[COMPUTE]
     assert twice.parts[BANDWIDTH] == once.parts[BANDWIDTH]
-
-
-def test_ranks_that_share_samples_do_not_multiply_tokens() -> None:
-    given = work(MATMUL)._replace(tokens=4096, ranks_per_sample=8)
-    assert given.totals(ranks=16)["tokens_per_step"] == 2 * 4096
-    seconds = estimate(given, H100).seconds
-    assert f"{4096 / 8 / seconds:,.0f} each, {4096 * 2 / seconds:,.0f} on 16 ranks" in "\n".join(
-        time_lines(estimate(given, H100), given, "h100", ranks=16)
-    )
 
 
 GIB = 2**30

@@ -1,131 +1,18 @@
-"""PPO's advantages equal torchtune's, and sums of losses do not depend on the split."""
-
-from dataclasses import replace
+"""Figures of PPO's losses; the runs of the recipe are compared with torchtune's."""
 
 import pytest
 import torch
-from torch import Tensor
-from torchtune import rlhf, training
-from torchtune.rlhf.loss import PPOLoss
 
-from tests.unit.rl.test_settings import DEMO, config
-from torchtune_adaptive.rl.generation import lengths_of
-from torchtune_adaptive.rl.microbatches import policy_loss, value_loss
-from torchtune_adaptive.rl.ppo import add_advantages
-from torchtune_adaptive.rl.rollouts import (
-    ADVANTAGES,
-    LOG_PROBS,
-    REFERENCE_LOG_PROBS,
-    RETURNS,
-    SCORE,
-    VALUES,
-    Rollout,
-    counts_of,
-    results_of,
-    valued_of,
-)
-from torchtune_adaptive.rl.settings import read_ppo_settings
+from torchtune_adaptive.rl.microbatches import policy_loss
 
-STOP = 9
-ANSWERS = torch.tensor([[1, 2, 9, 3, 9], [9, 1, 1, 1, 1], [1, 2, 3, 4, 9], [1, 2, 3, 4, 5], [4, 9, 0, 0, 0]])
-
-
-def drawn(seed: int) -> Tensor:
-    return torch.randn(ANSWERS.shape, generator=torch.Generator().manual_seed(seed))
-
-
-def rollouts(scores: Tensor, reference: Tensor, answers: Tensor = ANSWERS) -> list[Rollout]:
-    """Return rollouts of iteration 5 after all stages without a backward."""
-    lengths = lengths_of(answers, [STOP])
-    made = [
-        Rollout(at, 5, torch.arange(3), answer, length)
-        for at, (answer, length) in enumerate(zip(answers, lengths, strict=True))
-    ]
-    counts = counts_of(made)
-    valued = valued_of(counts)
-    results = {
-        SCORE: scores,
-        LOG_PROBS: drawn(0)[: len(answers), : answers.size(1)] * counts,
-        REFERENCE_LOG_PROBS: reference * counts,
-        VALUES: drawn(2)[: len(answers), : answers.size(1)] * valued,
-    }
-    for at, each in enumerate(made):
-        each.results |= {name: of[at] for name, of in results.items()}
-    return made
-
-
-COUNT_MASK = counts_of(rollouts(torch.zeros(5), drawn(1)))
-VALUE_MASK = valued_of(COUNT_MASK)
-
-
-def as_torchtune() -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return padding masks of answers and values, last tokens, and positions of rewards, as in torchtune's recipe."""
-    padding, _ = rlhf.truncate_sequence_at_first_stop_token(ANSWERS.clone(), torch.tensor([STOP]), 0)
-    last = training.get_unmasked_sequence_lengths(padding)
-    at = torch.where((last > 0) & (last < ANSWERS.size(1) - 1), last + 1, last)
-    return padding, padding.clone().scatter_(1, at[:, None], False), last, at
-
-
-def test_answers_end_where_torchtune_ends_them() -> None:
-    padding, value_padding, _, _ = as_torchtune()
-    assert torch.equal(COUNT_MASK, ~padding)
-    assert torch.equal(VALUE_MASK, ~value_padding)
-    assert lengths_of(ANSWERS, []) == [ANSWERS.size(1)] * len(ANSWERS)
-
-
-@pytest.mark.parametrize("whiten_rewards", [True, False])
-@pytest.mark.parametrize(("no_stop", "shorter_than"), [(True, None), (False, 2), (True, 3), (False, None)])
-def test_advantages_and_figures_equal_torchtunes(whiten_rewards: bool, no_stop: bool, shorter_than: int | None) -> None:
-    padding, value_padding, last, at = as_torchtune()
-    scores, log_probs, reference, values = torch.arange(5.0), drawn(0), drawn(1), drawn(2)
-    everyone = rollouts(scores, reference)
-    penalties = {"penalise_no_eos": no_stop, "min_response_length": shorter_than, "reward_penalty": -3.0}
-    changes = {"whiten_rewards": whiten_rewards, "kl_coeff": 0.1, "gamma": 0.99, "lmbda": 0.95, **penalties}
-    ppo = replace(read_ppo_settings(config(DEMO))[1], **changes)
-    figures = add_advantages(everyone, ppo)
-
-    if no_stop or shorter_than:
-        scores[rlhf.get_reward_penalty_mask(padding, last, no_stop, shorter_than)] = -3.0
-    log_probs[padding], reference[padding], values[value_padding] = 1.0, 1.0, 0.0
-    rewards, kl, kl_rewards = rlhf.get_rewards_ppo(scores, log_probs, reference, 0.1, at)
-    if whiten_rewards:
-        rewards = rlhf.whiten(rewards, mask=~value_padding).masked_fill(value_padding, 0.0)
-    advantages, returns = rlhf.estimate_advantages(values, rewards, 0.99, 0.95, masks=~padding)
-    torch.testing.assert_close(results_of(everyone, ADVANTAGES), advantages)
-    torch.testing.assert_close(results_of(everyone, RETURNS), returns)
-    assert figures["scores"] == pytest.approx(scores.mean())
-    assert figures["kl"] == pytest.approx(kl.sum(1).mean())
-    assert figures["rlhf_reward"] == pytest.approx(scores.mean() + kl_rewards.sum(1).mean())
-    assert (figures["num_stop_tokens"], figures["response_lengths"]) == (3, pytest.approx(last.float().mean()))
-
-
-def loss_of(log_probs: Tensor, before: Tensor, advantages: Tensor, counts: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-    return policy_loss(log_probs, before, advantages, counts, 0.2)
-
-
-@pytest.mark.parametrize("rows", [1, 2, 5])
-def test_sums_over_any_split_equal_torchtunes_means_times_tokens(rows: int) -> None:
-    log_probs, values = drawn(3).requires_grad_(), drawn(4).requires_grad_()
-    policy, value = torch.zeros(()), torch.zeros(())
-    for part in (slice(start, start + rows) for start in range(0, len(ANSWERS), rows)):
-        policy = policy + loss_of(log_probs[part], drawn(5)[part], drawn(6)[part], COUNT_MASK[part])[0]
-        value = value + value_loss(values[part], drawn(7)[part], drawn(8)[part], VALUE_MASK[part], 0.2)
-    of_log_probs, of_values = torch.autograd.grad(policy + value, (log_probs, values))
-    loss, expected_policy, expected_value, _, _ = PPOLoss(epsilon=0.2, value_clip_range=0.2, value_coeff=1.0)(
-        drawn(5), log_probs, drawn(6), drawn(7), values, drawn(8), COUNT_MASK, VALUE_MASK
-    )
-    loss.backward()
-    tokens, valued = COUNT_MASK.sum(), VALUE_MASK.sum()
-    torch.testing.assert_close(policy / tokens, expected_policy)
-    torch.testing.assert_close(value / valued, expected_value)
-    torch.testing.assert_close(of_log_probs / tokens, log_probs.grad)
-    torch.testing.assert_close(of_values / valued, values.grad)
+COUNT_MASK = torch.arange(5) < torch.tensor([3, 1, 5, 5, 2])[:, None]
+BEFORE = torch.randn(COUNT_MASK.shape, generator=torch.Generator().manual_seed(5))
 
 
 def test_figures_are_sums_over_counted_tokens() -> None:
     tokens = float(COUNT_MASK.sum())
     for sign, clipped, loss in ((1, tokens, -1.2), (-1, 0, torch.e)):
-        found, sums = loss_of(drawn(5) + 1, drawn(5), sign * torch.ones(ANSWERS.shape), COUNT_MASK)
+        found, sums = policy_loss(BEFORE + 1, BEFORE, sign * torch.ones(BEFORE.shape), COUNT_MASK, 0.2)
         assert float(found) == pytest.approx(loss * tokens, rel=1e-5)
         assert float(sums["clipped"]) == clipped
         assert float(sums["ratios"]) == pytest.approx(tokens * torch.e, rel=1e-5)
@@ -134,6 +21,7 @@ def test_figures_are_sums_over_counted_tokens() -> None:
 
 def test_infinite_values_of_uncounted_tokens_have_no_effect() -> None:
     log_probs = torch.tensor([[0.0, torch.inf]], requires_grad=True)
-    loss_of(log_probs, torch.zeros(1, 2), torch.ones(1, 2), torch.tensor([[True, False]]))[0].backward()
+    loss, _ = policy_loss(log_probs, torch.zeros(1, 2), torch.ones(1, 2), torch.tensor([[True, False]]), 0.2)
+    loss.backward()
     assert log_probs.grad is not None
     assert log_probs.grad.tolist() == [[-1.0, 0.0]]

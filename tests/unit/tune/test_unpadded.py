@@ -127,12 +127,6 @@ def test_attention_agrees_with_torchs_per_sample_attention(dtype: torch.dtype) -
     torch.testing.assert_close(gradients, torch.autograd.grad(expected.float().square().sum(), sides))
 
 
-def test_documents_expose_their_tensor_to_fsdp_and_checkpointing() -> None:
-    documents = Documents(torch.tensor([0, 2]), 2)
-    leaves, _ = torch.utils._pytree.tree_flatten({"mask": documents})
-    assert leaves[0] is documents.ends
-
-
 @pytest.fixture
 def eager_backend(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Disable code generation, which takes minutes and changes neither graphs nor breaks."""
