@@ -1,4 +1,6 @@
-"""Random numbers of answers, rollouts cut to measured lengths, fillers, and log-probabilities of answers."""
+"""Random numbers of answers, rollouts cut to measured lengths, fillers, log-probabilities of answers, and figures of
+losses. The runs of the recipe are compared with torchtune's.
+"""
 
 from types import SimpleNamespace
 from typing import Any
@@ -6,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 from omegaconf import OmegaConf
-from torch import Tensor, nn
 from torchtune.models.llama3_2 import llama3_2
 
 from tests.unit.tune.minimal_config import NEEDED
+from tests.unit.tune.models import SIZES
 from torchtune_adaptive.config.keys import Settings
 from torchtune_adaptive.rl.generation import choose, draws
-from torchtune_adaptive.rl.microbatches import AnswerScorer
+from torchtune_adaptive.rl.microbatches import AnswerScorer, policy_loss
 from torchtune_adaptive.rl.rollouts import (
     Rollout,
     answer_tokens,
@@ -85,42 +87,38 @@ def test_prompts_are_truncated_to_the_length_of_the_tokenizer() -> None:
     assert [dataset[index]["tokens"] for index in range(2)] == [[1], [3]]
 
 
-TEMPERATURE = 0.7
 WIDTH = 6
 """Number of generated tokens; answers end sooner."""
 
 
-def rollouts() -> list[Rollout]:
-    """Return rollouts with prompts of 2, 9 and 5 tokens and answers of 5, 1 and 3."""
-    generator = torch.Generator().manual_seed(0)
-    made = []
-    for number, (prompt, length) in enumerate([(2, 5), (9, 1), (5, 3)]):
-        tokens, answer = (torch.randint(0, 64, (count,), generator=generator) for count in (prompt, WIDTH))
-        made.append(Rollout(number, 0, tokens, answer, length=length))
-    return made
-
-
-def alone(model: nn.Module, rollout: Rollout) -> Tensor:
-    """Return the log-probabilities of one rollout from all its logits."""
-    all_logits: Tensor = model(rollout.tokens[None])[0].float() / TEMPERATURE
-    first = len(rollout.prompt)
-    of_answer = all_logits.log_softmax(-1)[first - 1 : first - 1 + rollout.length]
-    return of_answer.gather(1, rollout.answer[: rollout.length, None])[:, 0]
-
-
-def test_only_answer_tokens_get_logits_with_unchanged_values() -> None:
-    torch.manual_seed(0)
-    model = llama3_2(
-        vocab_size=64, num_layers=2, num_heads=4, num_kv_heads=2, embed_dim=32, intermediate_dim=48, max_seq_len=16
-    )
-    seen: list[tuple[int, ...]] = []
+def test_only_answer_tokens_get_logits() -> None:
+    model, seen = llama3_2(**SIZES), list[tuple[int, ...]]()
     model.norm.register_forward_hook(lambda _, __, states: seen.append(tuple(states.shape)))
-    everything = rollouts()
-    found = AnswerScorer(device=torch.device("cpu"), temperature=TEMPERATURE).log_probs(model, everything)
-    longest_answer = 5
-    assert seen == [(3, longest_answer, 32)]
-    assert found.shape == (3, WIDTH)
-    for rollout, of_rollout in zip(everything, found, strict=True):
-        torch.testing.assert_close(of_rollout[: rollout.length], alone(model, rollout), rtol=1e-5, atol=1e-5)
-        assert not of_rollout[rollout.length :].any()
-    assert seen[1:] == [(1, len(rollout.tokens), 32) for rollout in everything], "afterwards, all tokens"
+    lengths = {2: 5, 9: 1, 5: 3}  # of answers, by those of prompts
+    rollouts = [Rollout(0, 0, torch.arange(each), torch.arange(WIDTH), length=lengths[each]) for each in lengths]
+    found = AnswerScorer(device=torch.device("cpu"), temperature=0.7).log_probs(model, rollouts)
+    assert seen == [(3, 5, SIZES["embed_dim"])], "three answers, padded to the longest"
+    assert [row.count_nonzero() for row in found] == [*lengths.values()]
+    model(rollouts[0].tokens[None])
+    assert seen[1:] == [(1, 2 + 5, SIZES["embed_dim"])], "afterwards, all tokens"
+
+
+COUNTED = torch.arange(5) < torch.tensor([3, 1, 5, 5, 2])[:, None]
+
+
+def test_figures_are_sums_over_counted_tokens() -> None:
+    before, tokens = torch.randn(COUNTED.shape), float(COUNTED.sum())
+    for sign, clipped, loss in ((1, tokens, -1.2), (-1, 0, torch.e)):
+        found, sums = policy_loss(before + 1, before, sign * torch.ones(COUNTED.shape), COUNTED, 0.2)
+        assert float(found) == pytest.approx(loss * tokens, rel=1e-5)
+        assert float(sums["clipped"]) == clipped
+        assert float(sums["ratios"]) == pytest.approx(tokens * torch.e, rel=1e-5)
+        assert float(sums["squares"]) == pytest.approx(tokens, rel=1e-5)
+
+
+def test_infinite_values_of_uncounted_tokens_have_no_effect() -> None:
+    log_probs = torch.tensor([[0.0, torch.inf]], requires_grad=True)
+    loss, _ = policy_loss(log_probs, torch.zeros(1, 2), torch.ones(1, 2), torch.tensor([[True, False]]), 0.2)
+    loss.backward()
+    assert log_probs.grad is not None
+    assert log_probs.grad.tolist() == [[-1.0, 0.0]]
