@@ -38,6 +38,13 @@ def both(*lines: Line) -> tuple[list[Line], ...]:
 STREAM_WAITS = ("stream", ONE, 0)
 
 
+def test_call_that_one_rank_does_not_make_is_found(tmp_path: Path) -> None:
+    one, other = both()
+    assert problems_of(tmp_path, one, [*other, reduce("a", ONE, 0)]) == [
+        "communicator of rank 0 and rank 1, call 1: rank 0: nothing; rank 1: all_reduce of 8 float32, sum at train.py:5"
+    ]
+
+
 @pytest.mark.parametrize("all_ranks", [True, False])
 def test_rank_that_does_not_create_a_communicator_is_found_if_it_runs(tmp_path: Path, all_ranks: bool) -> None:
     lines = [create("a", 0), reduce("a", ONE, 0), STREAM_WAITS]
