@@ -68,8 +68,7 @@ GROUPS = {
         *("penalise_no_eos=True", "min_response_length=2", "temperature=0.7", "loss.value_coeff=0.5")
     ),
     "torchtune's, checkpointed": like_torchtunes(
-        *("enable_activation_checkpointing=True", "gamma=0.9", "kl_coeff=0.2", "stop_token_ids=null"),
-        "whiten_rewards=True",
+        *("enable_activation_checkpointing=True", "gamma=0.9", "kl_coeff=0.2", "stop_token_ids=null")
     ),
     "rows": Group(
         "full_ppo",

@@ -2,27 +2,39 @@
 losses. The runs of the recipe are compared with torchtune's.
 """
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from omegaconf import OmegaConf
+from torch import Tensor
 from torchtune.models.llama3_2 import llama3_2
 
+from tests.unit.rl.test_settings import DEMO, config
 from tests.unit.tune.minimal_config import NEEDED
 from tests.unit.tune.models import SIZES
 from torchtune_adaptive.config.keys import Settings
 from torchtune_adaptive.rl.generation import choose, draws
 from torchtune_adaptive.rl.microbatches import AnswerScorer, policy_loss
+from torchtune_adaptive.rl.ppo import add_advantages
 from torchtune_adaptive.rl.rollouts import (
+    LOG_PROBS,
+    REFERENCE_LOG_PROBS,
+    RETURNS,
+    SCORE,
+    VALUES,
     Rollout,
     answer_tokens,
     build_prompts,
     counts_of,
+    results_of,
     sequences_of,
+    valued_of,
     worst_rollout,
 )
+from torchtune_adaptive.rl.settings import read_ppo_settings
 
 SAMPLES = [(0, "generate", sample) for sample in range(8)]
 
@@ -122,3 +134,22 @@ def test_infinite_values_of_uncounted_tokens_have_no_effect() -> None:
     loss.backward()
     assert log_probs.grad is not None
     assert log_probs.grad.tolist() == [[-1.0, 0.0]]
+
+
+def returns_of(whiten_rewards: bool) -> Tensor:
+    """Return the rewards of answers with 3, 1, 5, 5 and 2 tokens: without a discount, they are the returns."""
+    made = [Rollout(at, 0, torch.arange(3), torch.arange(5), length) for at, length in enumerate((3, 1, 5, 5, 2))]
+    generator, valued = torch.Generator().manual_seed(0), valued_of(counts_of(made))
+    for each, counted, has_value in zip(made, counts_of(made), valued, strict=True):
+        drawn = torch.randn(4, 5, generator=generator)
+        each.results |= {SCORE: drawn[0, 0], VALUES: drawn[1] * has_value}
+        each.results |= {LOG_PROBS: drawn[2] * counted, REFERENCE_LOG_PROBS: drawn[3] * counted}
+    _, ppo = read_ppo_settings(config(DEMO))
+    add_advantages(made, replace(ppo, whiten_rewards=whiten_rewards, gamma=0.0, lmbda=0.0, kl_coeff=0.1))
+    return results_of(made, RETURNS)[valued]
+
+
+def test_rewards_are_whitened_over_all_positions_with_a_value() -> None:
+    """torchtune's recipe ignores `whiten_rewards`, so runs cannot be compared."""
+    plain, whitened = returns_of(False), returns_of(True)
+    torch.testing.assert_close(whitened, (plain - plain.mean()) / plain.std() + plain.mean())
