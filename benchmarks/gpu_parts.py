@@ -38,14 +38,13 @@ from tests.gpu.real_steps import (
     demo,
     fresh_processes,
     limit,
-    live_bytes,
-    metered,
     samples_of,
     use,
 )
 from tests.ranks import run_on_ranks
 from torchtune_adaptive import find_max_batch_size
 from torchtune_adaptive.engine.governor import Change
+from torchtune_adaptive.engine.memory import CudaMemory
 from torchtune_adaptive.engine.oom import release_memory
 
 TUNE_ADAPTIVE = Path(sys.executable).with_name("tune-adaptive")
@@ -338,45 +337,45 @@ def train_mixed(headroom: float, steps: int) -> Row:
     with turn():
         sizes = {**(SMALL if ON_NULL else WIDE), "vocab_size": 8192 if ON_NULL else 128_256}
         step = build(demo("full", "cuda", "dtype=bf16", **sizes), torch.device("cuda", 0))
-        with metered(step) as memory:
-            step.train(1, ROWS_TOKENS)
-            release_memory()
-            limit(memory, live_bytes(memory) + ROOM_GIB * GIB)
-            to_search = step.to_search(ROWS_TOKENS)
-            rows = find_max_batch_size(to_search, memory=memory, round_to="none", max_rows=64).rows
-            to_search.runner.close()
-            limit(memory, math.inf)
-            release_memory()
-            memory.reset_peak()
-            step.train(rows, ROWS_TOKENS)
-            release_memory()
-            limit(memory, headroom * memory.peak_bytes)
-            memory.reset_peak()
-            retries, changes = memory.retries, list[Change]()
-            runner = step.runner(rows, changes.append)
-            tokens, seconds = [], []
-            for number in range(steps):
-                began = time.perf_counter()
-                result = runner.run(samples_of(number, 2 * rows, ROWS_TOKENS, mixed=True), step=number)
-                step.optimization.update(result.target_tokens)
-                step.synchronize()
-                tokens.append(result.target_tokens)
-                seconds.append(time.perf_counter() - began)
-            return {
-                "headroom": None if math.isinf(headroom) else headroom,
-                "rows": rows,
-                "rows at the end": runner.limit.rows,
-                "peak GiB": memory.peak_bytes / GIB,
-                "reserved/peak": torch.cuda.max_memory_reserved() / memory.peak_bytes,
-                "flushes": memory.retries - retries,
-                "out of memory": runner.recoveries,
-                "tokens/s": round(sum(tokens[1:]) / sum(seconds[1:])),
-                "first 10 steps": round(sum(tokens[1:11]) / sum(seconds[1:11])),
-                "last 10 steps": round(sum(tokens[-10:]) / sum(seconds[-10:])),
-                "decisions": "; ".join(
-                    f"step {change.step}: {change.kind} {change.before}->{change.after}" for change in changes
-                ),
-            }
+        memory = CudaMemory()
+        step.train(1, ROWS_TOKENS)
+        release_memory()
+        limit(torch.cuda.memory_allocated() + ROOM_GIB * GIB)
+        to_search = step.to_search(ROWS_TOKENS)
+        rows = find_max_batch_size(to_search, memory=memory, round_to="none", max_rows=64).rows
+        to_search.runner.close()
+        limit(math.inf)
+        release_memory()
+        memory.reset_peak()
+        step.train(rows, ROWS_TOKENS)
+        release_memory()
+        limit(headroom * memory.peak_bytes)
+        memory.reset_peak()
+        retries, changes = memory.retries, list[Change]()
+        runner = step.runner(rows, changes.append)
+        tokens, seconds = [], []
+        for number in range(steps):
+            began = time.perf_counter()
+            result = runner.run(samples_of(number, 2 * rows, ROWS_TOKENS, mixed=True), step=number)
+            step.optimization.update(result.target_tokens)
+            torch.cuda.synchronize()
+            tokens.append(result.target_tokens)
+            seconds.append(time.perf_counter() - began)
+        return {
+            "headroom": None if math.isinf(headroom) else headroom,
+            "rows": rows,
+            "rows at the end": runner.limit.rows,
+            "peak GiB": memory.peak_bytes / GIB,
+            "reserved/peak": torch.cuda.max_memory_reserved() / memory.peak_bytes,
+            "flushes": memory.retries - retries,
+            "out of memory": runner.recoveries,
+            "tokens/s": round(sum(tokens[1:]) / sum(seconds[1:])),
+            "first 10 steps": round(sum(tokens[1:11]) / sum(seconds[1:11])),
+            "last 10 steps": round(sum(tokens[-10:]) / sum(seconds[-10:])),
+            "decisions": "; ".join(
+                f"step {change.step}: {change.kind} {change.before}->{change.after}" for change in changes
+            ),
+        }
 
 
 OVER_GLOO = "test_gradient_after_recovery_over_gloo_is_bitwise_that_of_plain_tensor_parallelism"

@@ -1,4 +1,4 @@
-"""Each test runs its body in new processes on a GPU; without one, a smaller version of some tests runs on the CPU."""
+"""Each test runs its body in new processes on a GPU. On a null device, tests/null/test_gpu.py runs some of them."""
 
 from collections.abc import Iterator
 
@@ -19,12 +19,3 @@ def cuda() -> str:
     if not torch.cuda.is_available():
         pytest.skip("needs a GPU")
     return "cuda"
-
-
-@pytest.fixture(scope="module", params=["cpu", "cuda"])
-def device(request: pytest.FixtureRequest) -> str:
-    if request.param == "cuda":
-        return request.getfixturevalue("cuda")
-    if torch.cuda.is_available():
-        pytest.skip("the GPU shows more")
-    return request.param

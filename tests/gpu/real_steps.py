@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TypeAlias, TypeVar
+from typing import TypeVar
 from unittest import mock
 
 import torch
@@ -29,7 +29,7 @@ from torchtune_adaptive.config.keys import Settings
 from torchtune_adaptive.engine import snapshot
 from torchtune_adaptive.engine.governor import Change
 from torchtune_adaptive.engine.limits import RowLimit
-from torchtune_adaptive.engine.memory import CudaMemory, MemoryMeter, plain_tensors, resident_tensors
+from torchtune_adaptive.engine.memory import CudaMemory, plain_tensors
 from torchtune_adaptive.engine.plans import SampleKind
 from torchtune_adaptive.engine.probes import TrainingStep
 from torchtune_adaptive.engine.recovery import Recovery
@@ -44,23 +44,19 @@ from torchtune_adaptive.tune.model import Unfilled, build_full_model, build_lora
 from torchtune_adaptive.tune.optimizer import Optimization, build_optimization
 from torchtune_adaptive.tune.samples import TEXT, Sample
 
-Memory: TypeAlias = CudaMemory | MemoryMeter
-
 Case = TypeVar("Case")
 Result = TypeVar("Result")
 
 GIB = 2**30
 
-AT_ONCE = {"cpu": 1, "cuda": 5}
+AT_ONCE = 5
 """Cases that run in parallel: most time goes into starting processes, and they fit on one card."""
 
 
 @contextmanager
-def side_by_side(
-    device: str, run: Callable[[Case], Result], cases: Iterable[Case]
-) -> Iterator[dict[Case, Future[Result]]]:
+def side_by_side(run: Callable[[Case], Result], cases: Iterable[Case]) -> Iterator[dict[Case, Future[Result]]]:
     """Yield a future for the result of every case."""
-    with ThreadPoolExecutor(AT_ONCE[device]) as pool:
+    with ThreadPoolExecutor(AT_ONCE) as pool:
         yield {case: pool.submit(run, case) for case in cases}
 
 
@@ -87,8 +83,6 @@ def use(name: str) -> torch.device:
     """Return the device of this rank; all ranks share one card."""
     logging.disable(logging.WARNING)  # the runner reports every recovery
     os.environ["LOCAL_RANK"] = "0"  # or DeviceMesh and torchtune would expect a card per rank
-    if name == "cpu":
-        return torch.device(name)
     device = torch.device(name, 0)
     torch.cuda.set_device(device)
     use_torchs_attention_with_old_cudnn()
@@ -138,10 +132,6 @@ class RealStep:
         target_tokens = sum(self.forward_backward(samples).target_tokens for samples in microbatches)
         self.optimization.update(target_tokens)
 
-    def synchronize(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-
 
 def build(cfg: DictConfig, device: torch.device) -> RealStep:
     """Collective: build in the recipe's order, with random weights, in the existing process group."""
@@ -185,27 +175,9 @@ def samples_of(seed: int, count: int, tokens: int, *, mixed: bool = False) -> li
     return [{"tokens": row, "labels": row} for row in rows]
 
 
-@contextmanager
-def metered(step: RealStep) -> Iterator[Memory]:
-    """Yield the memory meter of the step, which can also limit it."""
-    if step.device.type == "cuda":
-        yield CudaMemory()
-        return
-    with MemoryMeter() as meter:
-        meter.count(resident_tensors(step.model, step.optimization.optimizers))
-        yield meter
-
-
-def limit(memory: Memory, limit_bytes: float) -> None:
-    """Limit memory from here on; infinity removes the limit."""
-    if isinstance(memory, MemoryMeter):
-        memory.cap_bytes = None if math.isinf(limit_bytes) else int(limit_bytes)
-    else:
-        CudaMemory(MemorySize(min(limit_bytes, 2**60), is_fraction=False))
-
-
-def live_bytes(memory: Memory) -> int:
-    return memory.live_bytes if isinstance(memory, MemoryMeter) else torch.cuda.memory_allocated()
+def limit(limit_bytes: float) -> None:
+    """Limit the allocator from here on; infinity removes the limit."""
+    CudaMemory(MemorySize(min(limit_bytes, 2**60), is_fraction=False))
 
 
 def demo(kind: str, device: str, *changes: str, **sizes: int) -> DictConfig:

@@ -17,9 +17,14 @@ def limit_of_a_gpu(name: str) -> None:
     assert memory.budget_bytes == pytest.approx(2 * GIB * (1 - FRAGMENTATION), rel=1e-6)
     with pytest.raises(torch.OutOfMemoryError):
         torch.empty(3 * GIB, dtype=torch.uint8, device=name)
+    with pytest.raises(torch.OutOfMemoryError), memory.unlimited():
+        torch.empty(2**50, dtype=torch.uint8, device=name)
+    with pytest.raises(torch.OutOfMemoryError):
+        torch.empty(3 * GIB, dtype=torch.uint8, device=name)
     with memory.unlimited():
         held = torch.empty(3 * GIB, dtype=torch.uint8, device=name)
     assert memory.peak_bytes >= held.nbytes
+    assert memory.retries > 0
     with pytest.raises(torch.OutOfMemoryError):
         torch.empty(GIB // 2, dtype=torch.uint8, device=name)
     del held

@@ -77,7 +77,7 @@ def train_twice(folder: Path, kind: str, *changes: str) -> Runs:
 @pytest.fixture(scope="module")
 def runs(cuda: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mapping[str, Future[Runs]]]:
     folders = {name: tmp_path_factory.mktemp("runs") for name in VARIANTS}
-    with side_by_side(cuda, lambda name: train_twice(folders[name], *VARIANTS[name]), VARIANTS) as found:
+    with side_by_side(lambda name: train_twice(folders[name], *VARIANTS[name]), VARIANTS) as found:
         yield found
 
 

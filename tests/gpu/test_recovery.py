@@ -15,13 +15,10 @@ from tests.distributed.models import gradients_equal, gradients_of
 from tests.fault_injection import wrapping_passes
 from tests.gpu.real_steps import (
     ON_NULL,
-    Memory,
     RealStep,
     build,
     demo,
     limit,
-    live_bytes,
-    metered,
     samples_of,
     side_by_side,
     use,
@@ -37,16 +34,13 @@ OnHost: TypeAlias = dict[str, torch.Tensor]
 
 ROWS = 8
 SMALLER = (4, 2, 1)
-TOKENS = {"cpu": 64, "cuda": 2048}
-# few parameters, because gloo copies them through the host, and large activations
-SIZES = {
-    "cpu": {"num_layers": 2, "embed_dim": 64, "intermediate_dim": 128},
-    "cuda": {"num_layers": 4, "embed_dim": 256, "intermediate_dim": 1024, "vocab_size": 8192},
-}
+TOKENS = 2048
+SIZES = {"num_layers": 4, "embed_dim": 256, "intermediate_dim": 1024, "vocab_size": 8192}
+"""Few parameters, because gloo copies them through the host, and large activations."""
 SHARES = (0.9, 0.6, 0.3, 0.1)
 """Positions of the limits between the needs of two rows (0) and of all rows (1)."""
 CLOSE = 1e-4
-LEFT_OVER_BYTES = {"cpu": 2**20, "cuda": 64 * 2**20}
+LEFT_OVER_BYTES = 64 * 2**20
 """Memory that the failing rank may lack: buffers of its last collectives, which gloo's streams hold for a while."""
 
 
@@ -72,8 +66,7 @@ class Recoveries(NamedTuple):
 class Watched:
     """Collective: a runner of this step that records where memory runs out and the memory before each microbatch."""
 
-    def __init__(self, step: RealStep, memory: Memory) -> None:
-        self._memory = memory
+    def __init__(self, step: RealStep) -> None:
         self.failed_at: list[int] = []
         self.live_bytes: list[int] = []
         self.runner = step.runner(ROWS)
@@ -81,7 +74,7 @@ class Watched:
     @contextmanager
     def _noting(self, inside: PassKind) -> Iterator[None]:
         if inside == "microbatch":
-            self.live_bytes.append(live_bytes(self._memory))
+            self.live_bytes.append(torch.cuda.memory_allocated())
         try:
             yield
         except torch.OutOfMemoryError:
@@ -101,27 +94,26 @@ def recover(name: str, failing: tuple[int, ...], first_pass: bool) -> Recoveries
     torch.use_deterministic_algorithms(True, warn_only=True)
     warnings.filterwarnings("ignore", message=".*deterministic")
     torch.utils.deterministic.fill_uninitialized_memory = False
-    step = build(demo("full", name, "clip_grad_norm=null", **SIZES[name]), device)
-    samples = samples_of(dist.get_rank(), ROWS, TOKENS[name])
+    step = build(demo("full", name, "clip_grad_norm=null", **SIZES), device)
+    samples = samples_of(dist.get_rank(), ROWS, TOKENS)
     fails = dist.get_rank() in failing
-    with metered(step) as memory:
-        expected = {rows: undisturbed(step, samples, rows) for rows in SMALLER}
-        deterministic = all(gradients_equal(undisturbed(step, samples, rows), expected[rows]) for rows in SMALLER)
-        need = {rows: need_bytes(step, memory, samples, rows) for rows in (2, ROWS)}
-        steps = []
-        for share in SHARES:
-            watched = Watched(step, memory)
+    expected = {rows: undisturbed(step, samples, rows) for rows in SMALLER}
+    deterministic = all(gradients_equal(undisturbed(step, samples, rows), expected[rows]) for rows in SMALLER)
+    need = {rows: need_bytes(step, samples, rows) for rows in (2, ROWS)}
+    steps = []
+    for share in SHARES:
+        watched = Watched(step)
+        step.model.zero_grad()
+        if not first_pass:  # otherwise it has no record of a microbatch's collectives
+            watched.run(samples)
             step.model.zero_grad()
-            if not first_pass:  # otherwise it has no record of a microbatch's collectives
-                watched.run(samples)
-                step.model.zero_grad()
-            release_memory()
-            if fails:
-                limit(memory, live_bytes(memory) + share * need[ROWS] + (1 - share) * need[2])
-            recoveries = watched.run(samples)
-            limit(memory, float("inf"))
-            steps.append(compared(watched, recoveries, gradients_on_host(step), expected))
-            watched.runner.close()
+        release_memory()
+        if fails:
+            limit(torch.cuda.memory_allocated() + share * need[ROWS] + (1 - share) * need[2])
+        recoveries = watched.run(samples)
+        limit(float("inf"))
+        steps.append(compared(watched, recoveries, gradients_on_host(step), expected))
+        watched.runner.close()
     return Recoveries(deterministic, steps)
 
 
@@ -133,19 +125,19 @@ def undisturbed(step: RealStep, samples: Sequence[Sample], rows: int) -> OnHost:
     return gradients_on_host(step)
 
 
-def need_bytes(step: RealStep, memory: Memory, samples: Sequence[Sample], rows: int) -> int:
+def need_bytes(step: RealStep, samples: Sequence[Sample], rows: int) -> int:
     """Collective: return the memory needed on top of the state between steps and an earlier microbatch's gradients."""
     undisturbed(step, samples[:rows], rows)
     step.model.zero_grad()
     release_memory()
-    before = live_bytes(memory)
-    memory.reset_peak()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
     undisturbed(step, samples[: 2 * rows], rows)
-    return memory.peak_bytes - before
+    return torch.cuda.max_memory_allocated() - before
 
 
 def gradients_on_host(step: RealStep) -> OnHost:
-    step.synchronize()
+    torch.cuda.synchronize()
     return {name: gradient.cpu() for name, gradient in gradients_of(step.model).items() if gradient is not None}
 
 
@@ -170,25 +162,24 @@ class Case(NamedTuple):
         return f"ranks {self.failing} of {self.ranks}{', first pass' if self.first_pass else ''}"
 
 
-CASES = (Case(1, (0,)), Case(2, (1,)), Case(2, (1,), first_pass=True), Case(2, (0, 1)), Case(3, (0,)))
-WITHOUT_A_GPU = CASES[:2]  # tests/distributed/ tests more on a CPU, tests/null/test_recovery.py on a null device
+MORE = () if ON_NULL else (Case(2, (1,), first_pass=True), Case(2, (0, 1)), Case(3, (0,)))
+"""On a null device, tests/null/test_recovery.py tests more."""
+CASES = (Case(1, (0,)), Case(2, (1,)), *MORE)
 Recovered: TypeAlias = Mapping[Case, Future[list[Recoveries]]]
 
 
 @pytest.fixture(scope="module")
-def recovered(device: str) -> Iterator[Recovered]:
+def recovered(cuda: str) -> Iterator[Recovered]:
     def on_ranks(case: Case) -> list[Recoveries]:
-        return run_on_ranks(case.ranks, recover, device, case.failing, case.first_pass, timeout_s=150)
+        return run_on_ranks(case.ranks, recover, cuda, case.failing, case.first_pass, timeout_s=150)
 
-    with side_by_side(device, on_ranks, WITHOUT_A_GPU if device == "cpu" or ON_NULL else CASES) as found:
+    with side_by_side(on_ranks, CASES) as found:
         yield found
 
 
 @pytest.fixture
 def ranks(recovered: Recovered, case: Case) -> list[Recoveries]:
     """Results of each rank of the case."""
-    if case not in recovered:
-        pytest.skip("without a GPU, two cases suffice")
     return recovered[case].result()
 
 
@@ -212,9 +203,7 @@ def test_only_limited_ranks_run_out_of_memory_and_at_several_places(ranks: list[
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if not case.first_pass], ids=str)
-def test_repeated_step_starts_with_the_memory_of_the_failed_one(
-    device: str, ranks: list[Recoveries], case: Case
-) -> None:
+def test_repeated_step_starts_with_the_memory_of_the_failed_one(ranks: list[Recoveries], case: Case) -> None:
     for rank in case.failing:
         steps = ranks[rank].steps
-        assert max(step.left_over_bytes for step in steps) <= LEFT_OVER_BYTES[device]
+        assert max(step.left_over_bytes for step in steps) <= LEFT_OVER_BYTES

@@ -14,29 +14,26 @@ from omegaconf import DictConfig, OmegaConf
 from tests.gpu.real_steps import (
     GIB,
     ON_NULL,
-    Memory,
     RealStep,
     build,
     demo,
     limit,
-    live_bytes,
-    metered,
     samples_of,
     use,
 )
 from tests.ranks import run_on_ranks
 from torchtune_adaptive.config.command_line import locate
 from torchtune_adaptive.engine.limits import RowLimit
-from torchtune_adaptive.engine.memory import plain_tensors
+from torchtune_adaptive.engine.memory import CudaMemory, plain_tensors
 from torchtune_adaptive.engine.oom import clear_frames, is_oom, release_memory
 from torchtune_adaptive.engine.probes import find_max_batch_size
 from torchtune_adaptive.engine.search import SearchResult
 
-TOKENS = {"cpu": 128, "cuda": 1024}
-ROOM_BYTES = {"cpu": 12 * 2**20, "cuda": 16 * GIB}
+TOKENS = 1024
+ROOM_BYTES = 16 * GIB
 """On top of resident memory, so that a large card can represent a small one."""
-SIZES = {"cpu": {}, "cuda": {"embed_dim": 256, "intermediate_dim": 1024, "vocab_size": 8192}}
-ROOM_TOGETHER_BYTES = {"cpu": 24 * 2**20, "cuda": 8 * GIB}
+SIZES = {"embed_dim": 256, "intermediate_dim": 1024, "vocab_size": 8192}
+ROOM_TOGETHER_BYTES = 8 * GIB
 REPEATS = 3
 WORTH = 0.98
 
@@ -72,61 +69,57 @@ class Judged(NamedTuple):
         return max(rows for rows, each in self.around.items() if each.accepted(self.linear.budget_bytes))
 
 
-def config(device: str) -> DictConfig:
-    if device == "cpu":
-        return demo("full", device, "enable_activation_checkpointing=True")
+def config() -> DictConfig:
     cfg = OmegaConf.load(locate("adaptive/llama3_2/1B_full"))
     return OmegaConf.merge(cfg, {"enable_activation_checkpointing": True, "clip_grad_norm": 1.0})
 
 
 def search_and_judge(name: str) -> Judged:
     """Collective: run all measurements of one model, which takes a while to build."""
-    device, tokens = use(name), TOKENS[name]
-    step = build(config(name), device)
-    with metered(step) as memory:
-        step.train(1, tokens)  # allocate permanent memory, including optimizer state
-        release_memory()
-        before = None if ON_NULL else state_of(step)
-        limit(memory, live_bytes(memory) + ROOM_BYTES[name])
-        search_step = step.to_search(tokens)
-        found, seconds = {}, {}
-        for strategy in ("linear", "binary"):
-            began = perf_counter()
-            found[strategy] = find_max_batch_size(search_step, memory=memory, round_to="none", strategy=strategy)
-            seconds[strategy] = perf_counter() - began
-        linear = found["linear"]
-        left_no_trace = None if before is None else same_state(before, state_of(step))
-        around = brute_force(step, memory, linear, tokens)
-        speeds, retries = ({}, {}) if ON_NULL else speeds_around(step, memory, linear.rows, tokens)
+    step, memory = build(config(), use(name)), CudaMemory()
+    step.train(1, TOKENS)  # allocate permanent memory, including optimizer state
+    release_memory()
+    before = None if ON_NULL else state_of(step)
+    limit(torch.cuda.memory_allocated() + ROOM_BYTES)
+    search_step = step.to_search(TOKENS)
+    found, seconds = {}, {}
+    for strategy in ("linear", "binary"):
+        began = perf_counter()
+        found[strategy] = find_max_batch_size(search_step, memory=memory, round_to="none", strategy=strategy)
+        seconds[strategy] = perf_counter() - began
+    linear = found["linear"]
+    left_no_trace = None if before is None else same_state(before, state_of(step))
+    around = brute_force(step, memory, linear)
+    speeds, retries = ({}, {}) if ON_NULL else speeds_around(step, memory, linear.rows)
     search_step.runner.close()
     return Judged(linear, found["binary"], left_no_trace, around, speeds, retries, seconds)
 
 
-def brute_force(step: RealStep, memory: Memory, found: SearchResult, tokens: int) -> dict[int, Measured]:
+def brute_force(step: RealStep, memory: CudaMemory, found: SearchResult) -> dict[int, Measured]:
     """Collective: run plain steps of increasing size, starting a little below the search result."""
     measured: dict[int, Measured] = {}
     rows = max(1, found.rows - 1)
     while rows <= found.rows or measured[rows - 1].accepted(found.budget_bytes):
-        measured[rows] = measure(step, memory, rows, tokens)
+        measured[rows] = measure(step, memory, rows)
         rows += 1
     return measured
 
 
-def measure(step: RealStep, memory: Memory, rows: int, tokens: int) -> Measured:
+def measure(step: RealStep, memory: CudaMemory, rows: int) -> Measured:
     """Collective: measure this step after any earlier one."""
     release_memory()
     memory.reset_peak()
     retries = memory.retries
-    fits = trains(step, rows, tokens)
+    fits = trains(step, rows)
     if not fits:
         step.model.zero_grad()
         release_memory()
     return Measured(memory.peak_bytes if fits else None, memory.retries - retries)
 
 
-def trains(step: RealStep, rows: int, tokens: int) -> bool:
+def trains(step: RealStep, rows: int) -> bool:
     try:
-        step.train(rows, tokens)
+        step.train(rows, TOKENS)
         return True
     except Exception as error:
         if not is_oom(error):
@@ -135,22 +128,22 @@ def trains(step: RealStep, rows: int, tokens: int) -> bool:
     return False
 
 
-def speeds_around(step: RealStep, memory: Memory, rows: int, tokens: int) -> tuple[dict[int, float], dict[int, int]]:
+def speeds_around(step: RealStep, memory: CudaMemory, rows: int) -> tuple[dict[int, float], dict[int, int]]:
     """Collective: run one step's samples in microbatches of each power of two, until they do not fit."""
     chosen = 1 << (rows.bit_length() - 1)
-    samples = samples_of(0, 4 * chosen, tokens)
+    samples = samples_of(0, 4 * chosen, TOKENS)
     speeds, retries = {}, {}
     for size in sorted({max(1, chosen // 4), max(1, chosen // 2), chosen, 2 * chosen}):
         release_memory()
         runner, times, retries_before = step.runner(size), [], memory.retries
         for number in range(REPEATS + 1):  # the first warms up
-            step.synchronize()
+            torch.cuda.synchronize()
             began = perf_counter()
             step.optimization.update(runner.run(samples, step=number).target_tokens)
-            step.synchronize()
+            torch.cuda.synchronize()
             times.append(perf_counter() - began)
         if runner.limit == RowLimit(size):
-            speeds[size] = len(samples) * tokens / statistics.median(times[1:])
+            speeds[size] = len(samples) * TOKENS / statistics.median(times[1:])
             retries[size] = memory.retries - retries_before
         runner.close()
     return speeds, retries
@@ -160,9 +153,8 @@ def state_of(step: RealStep) -> list[torch.Tensor]:
     """Return everything that training depends on, on the host."""
     states = [value for each in step.optimization.optimizers[0].state.values() for value in each.values()]
     tensors = [*step.model.parameters(), *step.model.buffers(), *states]
-    random = [torch.get_rng_state(), *([torch.cuda.get_rng_state()] if step.device.type == "cuda" else [])]
     plain = [each.detach().to("cpu", copy=True) for tensor in tensors for each in plain_tensors(tensor)]
-    return [*plain, *random]
+    return [*plain, torch.get_rng_state(), torch.cuda.get_rng_state()]
 
 
 def same_state(left: list[torch.Tensor], right: list[torch.Tensor]) -> bool:
@@ -171,25 +163,24 @@ def same_state(left: list[torch.Tensor], right: list[torch.Tensor]) -> bool:
 
 def search_together(name: str) -> SearchResult:
     """Collective: search under FSDP2 with less memory on the last rank."""
-    step = build(demo("full", name, **SIZES[name]), use(name))
-    with metered(step) as memory:
-        step.train(1, TOKENS[name])
-        release_memory()
-        last = dist.get_rank() == dist.get_world_size() - 1
-        limit(memory, live_bytes(memory) + (0.5 if last else 1) * ROOM_TOGETHER_BYTES[name])
-        return find_max_batch_size(step.to_search(TOKENS[name]), memory=memory, strategy="binary", round_to="none")
+    step, memory = build(demo("full", name, **SIZES), use(name)), CudaMemory()
+    step.train(1, TOKENS)
+    release_memory()
+    last = dist.get_rank() == dist.get_world_size() - 1
+    limit(torch.cuda.memory_allocated() + (0.5 if last else 1) * ROOM_TOGETHER_BYTES)
+    return find_max_batch_size(step.to_search(TOKENS), memory=memory, strategy="binary", round_to="none")
 
 
-def test_ranks_on_one_card_search_together_without_hanging(device: str) -> None:
-    first, second = run_on_ranks(2, search_together, device, timeout_s=120)
+def test_ranks_on_one_card_search_together_without_hanging(cuda: str) -> None:
+    first, second = run_on_ranks(2, search_together, cuda, timeout_s=120)
     assert first == second
     assert first.rows > 1
     assert first.out_of_memory_count > 0
 
 
 @pytest.fixture(scope="module")
-def judged(device: str) -> Judged:
-    return run_on_ranks(1, search_and_judge, device, timeout_s=240)[0]
+def judged(cuda: str) -> Judged:
+    return run_on_ranks(1, search_and_judge, cuda, timeout_s=240)[0]
 
 
 def test_linear_finds_95_to_100_percent_of_brute_force(judged: Judged) -> None:
@@ -216,9 +207,7 @@ def test_search_has_no_side_effects(judged: Judged) -> None:
 
 
 @pytest.mark.real_gpu
-def test_found_size_is_as_fast_as_any_nearby_power_of_two(device: str, judged: Judged) -> None:
-    if device == "cpu":
-        pytest.skip("more rows are no faster on a CPU")
+def test_found_size_is_as_fast_as_any_nearby_power_of_two(judged: Judged) -> None:
     chosen = 1 << (judged.linear.rows.bit_length() - 1)
     assert judged.tokens_per_second[chosen] >= WORTH * max(judged.tokens_per_second.values())
     assert judged.retries[chosen] == 0

@@ -17,7 +17,6 @@ from tests.fault_injection import FaultInjector
 from tests.recipes.ppo.rollouts import NEW, ppo_config
 from tests.recipes.running import demo_config, load_ours
 from torchtune_adaptive.engine.step import PassKind, StepRunner
-from torchtune_adaptive.errors import AdaptiveError
 from torchtune_adaptive.null_cuda import set_memory, used_memory
 from torchtune_adaptive.rl.rollouts import worst_rollout
 from torchtune_adaptive.tune import distributed
@@ -187,19 +186,3 @@ def in_a_collective(kind: str, folder: str, name: str) -> int:
     at = next(n for n, each in enumerate(bench.operations(""), 1) if name in each)
     with Scarcity(runner, in_collectives=True).fail_at(rank=0, step=bench.number + 1, operation=at):
         return runner.run(bench.samples, step=bench.number + 1).recoveries
-
-
-def in_the_update(kind: str, folder: str) -> str:
-    """Return the error of a run without memory for the first state of its optimizer."""
-    bench = Bench(kind, folder)
-    runner = bench.stages.training
-    result = runner.run(bench.samples, step=1)
-    hog = everything_left()
-    try:
-        with runner.committing("the optimizer step", last_checkpoint=None):
-            bench.recipe.optimization.update(result.target_tokens)
-    except AdaptiveError as error:
-        return f"{type(error.__cause__).__name__}: {error}"
-    finally:
-        del hog
-    return ""

@@ -11,6 +11,7 @@ import torch
 
 from tests.null.processes import on_null_device
 from torchtune_adaptive.engine.memory import FRAGMENTATION, CudaMemory
+from torchtune_adaptive.formatting import parse_size
 from torchtune_adaptive.null_cuda import set_memory, used_memory
 
 MIB, GIB = 2**20, 2**30
@@ -78,18 +79,6 @@ def test_only_expandable_segments_use_fragmented_memory(expandable: bool) -> Non
     del held[::2]
     with nullcontext() if expandable else pytest.raises(torch.OutOfMemoryError):
         take(40 * GIB)
-
-
-@EXPANDABLE
-@on_null_device()
-def test_memory_fraction_is_enforced_and_lifted(expandable: bool) -> None:
-    use(expandable)
-    torch.cuda.set_per_process_memory_fraction(0.25)
-    held = take(15 * GIB)
-    with pytest.raises(torch.OutOfMemoryError, match=r"20\.00 GiB allowed"):
-        take(6 * GIB)
-    torch.cuda.set_per_process_memory_fraction(1.0)
-    assert held.numel() + take(60 * GIB).numel() == 75 * GIB
 
 
 @on_null_device()
@@ -166,3 +155,18 @@ def test_budget_counts_the_most_memory_that_another_process_has_held() -> None:
         with mock.patch("torch.cuda.mem_get_info", return_value=(left, total)):
             assert memory.budget_bytes == int((80 * GIB - counted) * (1 - FRAGMENTATION))
     assert held.numel() == 4 * GIB
+
+
+@pytest.mark.parametrize(
+    ("limit", "others_gib", "room_gib"),
+    [(None, 0, 80), (None, 20, 60), ("70GiB", 20, 60), ("24GiB", 20, 24), (0.3, 0, 24)],
+)
+@on_null_device()
+def test_budget_is_the_smallest_of_limit_and_room_less_a_margin(
+    limit: str | float | None, others_gib: int, room_gib: int
+) -> None:
+    memory = CudaMemory(None if limit is None else parse_size(limit, "memory_limit"))
+    held, (free, total) = take(10 * GIB), torch.cuda.mem_get_info()
+    with mock.patch("torch.cuda.mem_get_info", return_value=(free - others_gib * GIB, total)):
+        assert memory.budget_bytes == pytest.approx(room_gib * GIB * (1 - FRAGMENTATION))
+        assert memory.fullness == pytest.approx(held.nbytes / room_gib / GIB)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
-from tests.null.full_card import PPO, in_a_collective, in_the_update, sweep
+from tests.null.full_card import PPO, in_a_collective, sweep
 from tests.null.processes import OnNull, on_null_device
 from tests.ranks import RankFailed
 from torchtune_adaptive.engine.limits import RowLimit
@@ -70,12 +70,6 @@ def test_oom_in_gloos_all_gather_ends_the_run_with_one_correct_message(on_null: 
     with pytest.raises(RankFailed, match="an FSDP collective ran out of memory on rank 0 inside gloo") as raised:
         on_null(in_a_collective, "full", str(tmp_path / "run"), "allgather", ranks=2)
     assert "besides FSDP" not in str(raised.value)
-
-
-def test_oom_in_the_optimizer_ends_the_run_with_one_message(on_null: OnNull, tmp_path: Path) -> None:
-    message = on_null(in_the_update, "full", str(tmp_path / "run"))
-    assert message.startswith("OutOfMemoryError: ")
-    assert "the optimizer step" in message
 
 
 @on_null_device(ranks=2)

@@ -143,12 +143,6 @@ def test_library_messages_do_not_name_config_keys() -> None:
     assert speaking == {}
 
 
-@pytest.mark.parametrize("package", ["torchtune", "omegaconf"])
-def test_only_tune_demo_and_recipes_import_torchtune_and_its_configs(package: str) -> None:
-    assert imports(MODULES["config.components"], package)
-    assert {name for name in library() if imports(MODULES[name], package)} == set()
-
-
 def test_only_hf_imports_transformers() -> None:
     assert {room_of(name) for name in MODULES if imports(MODULES[name], "transformers")} == {"hf"}
 

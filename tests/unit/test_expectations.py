@@ -11,10 +11,8 @@ from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.rehearse.cases import read_cases
 from torchtune_adaptive.rehearse.expectations import (
     Expectations,
-    change_by_kind,
     peak_of,
     read_peaks,
-    report,
     update_peaks,
 )
 from torchtune_adaptive.rehearse.result import RehearsalResult
@@ -71,22 +69,6 @@ def test_failure_states_what_was_expected_and_by_how_much_it_is_missed(
     if "growth_percent" in expected:
         (without_record,) = Expectations(**expected).failures(found, None)
         assert "--update-peaks" in without_record
-
-
-def test_report_states_the_verdict_once_after_what_was_not_met() -> None:
-    for expected, found in ({}, out_of_memory()), ({"reserved_below": "1GiB"}, result(10, 12)):
-        text = report(Expectations(**expected).failures(found, None), found, None)
-        assert text.count(found.verdict()) == 1
-        assert text.index(found.verdict()) == 0 or "above reserved_below" in text.splitlines()[0]
-
-
-def test_change_of_the_peak_is_divided_by_kind() -> None:
-    lines = [line.split("  ") for line in change_by_kind(result(13, 16, parameters=3), RECORDED).splitlines()]
-    changes = {words[1].strip(): words[-1].strip() for words in lines[1:]}
-    assert changes["parameters"] == "+1.00 GiB"
-    assert changes["optimizer"] == "4.00 GiB"  # no change is shown
-    assert changes["activations and other"] == "+2.00 GiB"
-    assert (changes["allocated in all"], changes["reserved in all"]) == ("+3.00 GiB", "+4.00 GiB")
 
 
 @pytest.mark.parametrize(

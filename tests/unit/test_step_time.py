@@ -25,7 +25,6 @@ from torchtune_adaptive.rehearse.step_time import (
     Transfer,
     Work,
     estimate,
-    time_lines,
 )
 from torchtune_adaptive.rehearse.sweep import SweepRow, as_table, compare, largest, range_in
 

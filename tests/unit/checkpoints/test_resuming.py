@@ -62,12 +62,14 @@ def test_run_resumes_from_the_newest_complete_checkpoint(tmp_path: Path, caplog:
     saved(tmp_path, "step_6", 1)
     (saved(tmp_path, "step_8", 2) / "recipe_state.pt").write_bytes(b"stat")
     (saved(tmp_path, "step_9", 3) / "model-00001-of-00001.bin").write_bytes(b"weighty"[:7])
+    (saved(tmp_path, "step_10", 4) / "recipe_state.pt").write_bytes(b"state+")
+    (saved(tmp_path, "step_11", 5) / "nested" / "config.json").unlink()
     found = start(tmp_path)
     assert files_of(found).folder == tmp_path / "step_6"
     assert files_of(found).weights == (str(tmp_path / "step_6" / "model-00001-of-00001.bin"),)
     assert files_of(found).recipe_state == str(tmp_path / "step_6" / "recipe_state.pt")
     assert found.serial == 4
-    assert sum("skipped" in line for line in caplog.messages) == 2
+    assert sum("skipped" in line for line in caplog.messages) == 4
 
 
 CHANGES = {

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.unit.checkpoints.checkpoint_files import save
+from tests.unit.lifecycle.test_run_state import another_run
 from torchtune_adaptive.cli.main import main
 from torchtune_adaptive.lifecycle import run_state
 
@@ -34,15 +36,19 @@ def run_folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_killed_run_can_resume_from_its_newest_checkpoint(run_folder: Path, status: Status) -> None:
+def test_killed_run_can_resume_from_its_newest_checkpoint_also_in_a_copy_of_its_folder(
+    run_folder: Path, tmp_path_factory: pytest.TempPathFactory, status: Status
+) -> None:
     save(run_folder, "step_2", serial=0)
     save(run_folder, "step_4", serial=1)
-    code, report = status(run_folder)
+    shutil.copytree(run_folder, copy := tmp_path_factory.mktemp("elsewhere") / "a copy")
+    save(run_folder, "epoch_0", serial=2, finished=True)
+    code, report = status(copy)
     assert code == CAN_CONTINUE
     first, newest, last_time, command = report.splitlines()
     assert last_time == "last time: killed or crashed; later steps are not saved"
     assert first == "can continue: step 4"
-    assert newest.startswith(f"newest complete checkpoint: {run_folder / 'step_4'} (step 4, 20")
+    assert newest.startswith(f"newest complete checkpoint: {copy / 'step_4'} (step 4, 20")
     assert command == f"resume with: {run_state.SAME_COMMAND}"
 
 
@@ -96,24 +102,12 @@ def test_folder_without_a_run_is_reported(missing: bool, tmp_path: Path, status:
     assert report == (f"{tmp_path / 'none'} is not a folder\n" if missing else f"{tmp_path} contains no run\n")
 
 
-def test_copied_folder_is_judged_by_its_contents(
-    run_folder: Path, tmp_path_factory: pytest.TempPathFactory, status: Status
-) -> None:
-    copy = tmp_path_factory.mktemp("elsewhere") / "a copy"
-    save(run_folder, "step_2", serial=0)
-    shutil.copytree(run_folder, copy)
-    save(run_folder, "epoch_0", serial=1, finished=True)
-    assert status(run_folder)[0] == FINISHED
-    code, report = status(copy)
-    assert code == CAN_CONTINUE
-    assert f"newest complete checkpoint: {copy / 'step_2'} " in report
-
-
-def test_running_run_is_reported_as_running(run_folder: Path, status: Status, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torchtune_adaptive.cli.status.lock_holder", lambda _: "process 7 on node3, since noon")
-    code, report = status(run_folder)
-    assert (code, report) == (CAN_CONTINUE, "running: process 7 on node3, since noon\n")
-    assert run_state.lock_holder(run_folder) is None
+def test_running_run_is_reported_as_running(run_folder: Path, status: Status) -> None:
+    with another_run(run_folder) as other:
+        code, report = status(run_folder)
+        assert code == CAN_CONTINUE
+        assert report.startswith(f"running: process {other.pid} on {socket.gethostname()}, since 20")
+    assert not status(run_folder)[1].startswith("running")
 
 
 @pytest.mark.parametrize("content", ["", "[]", "{}", '{"serial": 3'])

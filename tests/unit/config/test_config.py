@@ -99,18 +99,6 @@ def test_section_reads_its_keys_and_ignores_others() -> None:
     assert section.names == ("a", "b"), "a tuple, so that the value is frozen"
 
 
-@pytest.mark.parametrize(
-    ("keys", "message"),
-    [
-        ({"rows": "x"}, "model.rows is 'x': allowed is a whole number of at least 1"),
-        ({}, "model.rows is missing: set it to a whole number of at least 1"),
-    ],
-)
-def test_error_names_key_section_value_and_allowed_values(keys: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=f"^{re.escape(message)}$"):
-        read(Section, keys, prefix="model.")
-
-
 @pytest.mark.parametrize("section", [5, "yes", ["recover_from_oom"]])
 def test_invalid_section_is_an_error(section: Any) -> None:
     with pytest.raises(ConfigError, match=r"^adaptive is "):

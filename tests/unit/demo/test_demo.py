@@ -1,14 +1,11 @@
 import json
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-import torchtune
 from hypothesis import given
 from hypothesis import strategies as st
-from omegaconf import OmegaConf
 from torchtune.data import InputOutputToMessages, Message
 from torchtune.datasets import SFTDataset
 
@@ -17,9 +14,6 @@ from torchtune_adaptive.demo.dataset import demo_dataset, demo_row
 from torchtune_adaptive.demo.model import demo_model
 from torchtune_adaptive.demo.tokenizer import DemoTokenizer
 from torchtune_adaptive.demo.weights import generate_if_missing
-
-OUR_CONFIGS = Path(__file__).parents[3] / "configs" / "demo"
-STOCK_CONFIGS = Path(torchtune.__file__).parents[1] / "recipes" / "configs"
 
 ensure_weights = partial(generate_if_missing, generate=lambda: demo_model().state_dict())
 
@@ -82,10 +76,3 @@ def test_concurrent_processes_leave_one_file_with_equal_bytes_that_is_never_repl
     path.write_bytes(b"mine")
     ensure_weights(path)
     assert [each.read_bytes() for each in path.parent.iterdir()] == [b"mine"]
-
-
-@pytest.mark.parametrize(("ours", "stock"), [("full", "llama3_2/1B_full"), ("lora", "llama3_1/8B_lora")])
-def test_demo_config_has_torchtunes_keys_in_torchtunes_order(ours, stock):
-    our_keys = list(OmegaConf.load(OUR_CONFIGS / f"{ours}.yaml"))
-    stock_keys = list(OmegaConf.load(STOCK_CONFIGS / f"{stock}.yaml"))
-    assert [key for key in our_keys if key in stock_keys] == stock_keys

@@ -1,4 +1,4 @@
-"""Memory of simulated devices: the CPU meter, CudaMemory on a fake torch.cuda, gauges."""
+"""Memory of the CPU meter, and gauges; tests/null/test_memory.py tests the memory of a card."""
 
 import gc
 from types import SimpleNamespace
@@ -11,8 +11,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests.recipes.allocation_profile import profiled
-from torchtune_adaptive.engine.memory import FRAGMENTATION, CudaMemory, Gauge, MemoryMeter
-from torchtune_adaptive.formatting import parse_size
+from torchtune_adaptive.engine.memory import Gauge, MemoryMeter
 
 MIB = 1 << 20
 
@@ -104,60 +103,6 @@ def test_result_of_a_collective_is_counted_and_does_not_fail_after_peers_have_ma
         assert meter.live_bytes == mine.nbytes + sums.nbytes == 2 * MIB
         with pytest.raises(torch.OutOfMemoryError):
             torch.ones(1)
-
-
-GIB = 2**30
-
-
-@pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """An 80 GiB GPU on which this process has reserved 10 GiB and another one uses 20 GiB."""
-    gpu = SimpleNamespace(fraction=1.0, total=80 * GIB, reserved=10 * GIB, others=20 * GIB, peak=7 * GIB)
-    fakes = {
-        "mem_get_info": lambda device=None: (gpu.total - gpu.reserved - gpu.others, gpu.total),
-        "memory_reserved": lambda device=None: gpu.reserved,
-        "max_memory_reserved": lambda device=None: gpu.reserved,
-        "max_memory_allocated": lambda device=None: gpu.peak,
-        "memory_stats": lambda device=None: {"num_alloc_retries": 2},
-        "get_per_process_memory_fraction": lambda device=None: gpu.fraction,
-        "set_per_process_memory_fraction": lambda fraction, device=None: setattr(gpu, "fraction", fraction),
-        "reset_peak_memory_stats": lambda device=None: setattr(gpu, "peak", 5 * GIB),
-    }
-    for name, fake in fakes.items():
-        monkeypatch.setattr(torch.cuda, name, fake)
-    return gpu
-
-
-@pytest.mark.parametrize(
-    ("limit", "others_gib", "room_gib"),
-    [(None, 20, 60), (None, 0, 80), ("70GiB", 20, 60), ("24GiB", 20, 24), (0.3, 20, 24)],
-)
-def test_figures_are_those_of_the_allocator_and_the_budget_leaves_a_margin(
-    gpu: SimpleNamespace, limit: object, others_gib: int, room_gib: int
-):
-    gpu.others = others_gib * GIB
-    memory = CudaMemory(None if limit is None else parse_size(limit, "adaptive.memory_limit"))
-    assert memory.budget_bytes == pytest.approx(room_gib * GIB * (1 - FRAGMENTATION))
-    assert memory.fullness == pytest.approx(10 / room_gib)
-    assert (memory.peak_bytes, memory.retries) == (7 * GIB, 2)
-    memory.reset_peak()
-    assert memory.peak_bytes == 5 * GIB
-    if room_gib == 24:
-        assert gpu.fraction == pytest.approx(0.3), "the allocator enforces it"
-
-
-def test_limit_is_suspended_and_restored_even_after_an_error(gpu: SimpleNamespace):
-    seen = []
-
-    def run_out_of_memory() -> None:
-        with CudaMemory(parse_size("24GiB", "key")).unlimited():
-            seen.append(gpu.fraction)
-            raise torch.OutOfMemoryError
-
-    with pytest.raises(torch.OutOfMemoryError):
-        run_out_of_memory()
-    assert seen == [1.0]
-    assert gpu.fraction == pytest.approx(0.3)
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 import math
 import random
-import statistics
 import time
 from collections import Counter
 
@@ -11,7 +10,6 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from torchtune_adaptive.engine.limits import (
-    UNBOUNDED_ROWS,
     Limit,
     MicrobatchSize,
     RowLimit,
@@ -58,16 +56,6 @@ def test_bytes_per_pair_of_tokens_are_an_upper_bound(lengths: list[int], row: fl
     assert bound >= exact * (1 - 1e-9)
     if len(set(lengths)) == 1:
         assert bound == pytest.approx(exact)
-
-
-def test_surface_limit_checks_every_phase():
-    limit = SurfaceLimit({"layers": Surface(100, 0, 1), "head": Surface(0, 10, 2)}, budget_bytes=200)
-    assert limit.rows_at(10) == 6  # head: 6 × (10 + 20) = 180; layers: 100 + 6 × 10 = 160
-    assert limit.rows_at(50) == 1  # head: 110; two rows would need 220
-    assert limit.rows_at(96) == 0
-    assert limit.rows_at(95) == 1
-    assert SurfaceLimit({"layers": Surface(200)}, budget_bytes=200).rows_at(10) == UNBOUNDED_ROWS
-    assert SurfaceLimit({"layers": Surface(201)}, budget_bytes=200).rows_at(10) == 0
 
 
 @given(limits, st.integers(1, 100), st.integers(1, 5000))
@@ -259,14 +247,8 @@ def test_samples_that_cannot_be_dealt_equally_are_refused():
         assign_to_ranks([1.0] * 7, 2)
 
 
-@pytest.mark.parametrize(("median", "spread_", "each"), [(51, 1.0, 64), (170, 0.6, 32), (512, 0.5, 16)])
-@pytest.mark.parametrize("ranks", [2, 64])
-def test_dealing_leaves_ranks_almost_balanced(median: int, spread_: float, each: int, ranks: int):
-    """Lengths like those of instructions, dialogues and documents, cut at 512; one step of each rank."""
-    draw = random.Random(ranks)
-    worst = []
-    for _ in range(max(1, 40 // ranks)):
-        costs = [min(512.0, math.ceil(draw.lognormvariate(math.log(median), spread_))) for _ in range(ranks * each)]
-        dealt = loads(costs, assign_to_ranks(costs, ranks), ranks)
-        worst.append(max(dealt) / statistics.mean(dealt))
-    assert statistics.mean(worst) <= 1.02
+def test_dealing_leaves_ranks_almost_balanced():
+    """Lengths like those of instructions, cut at 512; one step of 64 ranks."""
+    draw = random.Random(0)
+    costs = [min(512.0, math.ceil(draw.lognormvariate(4, 1))) for _ in range(64 * 64)]
+    assert max(loads(costs, assign_to_ranks(costs, 64), 64)) <= 1.01 * sum(costs) / 64

@@ -1,7 +1,5 @@
 """The lock of an output directory: one run at a time, and a dead run never blocks the next."""
 
-import signal
-import socket
 import subprocess
 import sys
 import time
@@ -36,16 +34,6 @@ def another_run(
     finally:
         process.kill()
         process.wait(20 * PATIENCE)
-
-
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_lock_names_its_process_and_ends_with_it(number: signal.Signals, tmp_path: Path) -> None:
-    with another_run(tmp_path) as other:
-        holder = f"process {other.pid} on {socket.gethostname()}, since 20"
-        assert str(lock_holder(tmp_path)).startswith(holder)
-        other.send_signal(number)
-        lock_directory(tmp_path).close()
-    assert lock_holder(tmp_path) is None
 
 
 def test_surviving_forked_child_does_not_hold_the_lock(tmp_path: Path) -> None:

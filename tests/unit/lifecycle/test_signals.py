@@ -10,12 +10,10 @@ import time
 from pathlib import Path
 
 import pytest
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.launcher.api import LaunchConfig
 
 from tests.ranks import PATIENCE
 from torchtune_adaptive.lifecycle import signals, torchrun
-from torchtune_adaptive.lifecycle.torchrun import write_error_file
 
 LISTENS = """
 import os, signal, sys, time
@@ -61,23 +59,6 @@ def test_first_signal_is_recorded_without_interrupting(number: signal.Signals) -
 def test_only_rank_0_prints_the_message_and_an_ignored_signal_stays_ignored() -> None:
     assert after_signal(signal.SIGTERM, RANK="1") == (0, "True SIGTERM\n", "")
     assert after_signal(signal.SIGHUP, before="trap '' HUP; ") == (0, "False None\n", "")
-
-
-@pytest.mark.parametrize("first", [signal.SIGTERM, signal.SIGINT])
-def test_second_signal_ends_a_process_with_a_blocked_main_thread(first: signal.Signals) -> None:
-    """For example in a collective that waits for a dead peer."""
-    ended = python(f"""
-        os.kill(me, {int(first)})
-        if not os.fork():
-            time.sleep(1.3)
-            os.kill(me, signal.SIGTERM)
-            os._exit(0)
-        import ctypes
-        while True:  # in C, out of reach of Python's own handlers
-            ctypes.CDLL(None).sleep(60)
-    """)
-    assert ended.returncode == 128 + signal.SIGTERM
-    assert "SIGTERM, the second signal: ended immediately; nothing is saved" in ended.stderr
 
 
 def test_duplicate_of_a_slowly_recorded_signal_is_not_a_second_one() -> None:
@@ -183,14 +164,3 @@ def test_rank_whose_launcher_died_during_its_imports_ends_immediately() -> None:
     launcher.kill()
     output, _ = launcher.communicate(timeout=30 * PATIENCE)  # until the rank closes its end of the pipe
     assert output == ""
-
-
-def test_torchruns_report_names_the_message_of_the_rank_that_failed_first_as_root_cause(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
-    write_error_file("error (rank 1): the disk is full")
-    ended_by_torchrun = ProcessFailure(0, 8, -signal.SIGTERM, "none")
-    failed = ProcessFailure(1, 9, 1, str(tmp_path / "error.json"))
-    report = str(ChildFailedError("recipe", {0: ended_by_torchrun, 1: failed}))
-    assert "error (rank 1): the disk is full" in report.partition("Root Cause")[2]

@@ -38,21 +38,6 @@ def both(*lines: Line) -> tuple[list[Line], ...]:
 STREAM_WAITS = ("stream", ONE, 0)
 
 
-def test_equal_calls_are_no_problem(tmp_path: Path) -> None:
-    ranks = both(reduce("a", ONE, 0), reduce("b", TWO, 1), STREAM_WAITS, ("device", 0, 0))
-    assert problems_of(tmp_path, *ranks) == []
-
-
-def test_first_difference_names_ranks_communicator_position_operation_and_lines(tmp_path: Path) -> None:
-    one, other = both(reduce("a", ONE, 0))
-    one.append(reduce("a", ONE, 1, at="train.py:31"))
-    other.append(reduce("a", ONE, 1, count=9, at="train.py:40"))
-    assert problems_of(tmp_path, one, other) == [
-        "communicator of rank 0 and rank 1, call 2: rank 0: all_reduce of 8 float32, sum at train.py:31; "
-        "rank 1: all_reduce of 9 float32, sum at train.py:40"
-    ]
-
-
 def test_call_that_one_rank_does_not_make_is_found(tmp_path: Path) -> None:
     one, other = both()
     assert problems_of(tmp_path, one, [*other, reduce("a", ONE, 0)]) == [
@@ -107,12 +92,6 @@ def test_calls_of_one_communicator_run_in_their_order_on_all_streams(tmp_path: P
     one += [reduce("b", ONE, 0), reduce("a", ONE, 1), reduce("a", TWO, 2)]
     other += [reduce("a", TWO, 0), ("stream", TWO, 0), reduce("a", TWO, 1), reduce("b", ONE, 2)]
     assert "deadlock" in problems_of(tmp_path, one, other)[0]
-
-
-def test_send_without_a_receive_is_found(tmp_path: Path) -> None:
-    one, other = both()
-    expected = "communicator of rank 0 and rank 1, call 1: rank 0 sends: a message of 4 int64; rank 1 receives: nothing"
-    assert problems_of(tmp_path, [*one, send("0>1", 0)], other) == [expected]
 
 
 @pytest.mark.parametrize(("grouped", "hangs"), [(True, False), (False, True)])

@@ -5,6 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
 from tests.ranks import run_on_ranks
@@ -22,34 +24,22 @@ def test_missing_gpu_is_an_error(local_rank: str, reason: str, monkeypatch: pyte
         device_of(replace(Settings(**NEEDED), device="cuda"))
 
 
-def shape_of(ranks: int, **dims: int | None) -> tuple[int, int, int]:
-    return mesh_shape(Settings(**NEEDED, **dims), ranks)
+degrees = st.sampled_from([1, 2, 4, 8])
 
 
-def test_shards_use_the_remaining_ranks() -> None:
-    assert shape_of(8) == (1, 8, 1)
-    assert shape_of(16, data_parallel_replicate_dim=2) == (2, 8, 1)
-    assert shape_of(8, data_parallel_replicate_dim=8) == (8, 1, 1)
-    assert shape_of(8, tensor_parallel_dim=2, data_parallel_shard_dim=None) == (1, 4, 2)
-    assert shape_of(16, data_parallel_replicate_dim=2, data_parallel_shard_dim=8) == (2, 8, 1)
-
-
-@pytest.mark.parametrize(
-    ("ranks", "dims"),
-    [
-        (6, {"data_parallel_replicate_dim": 4}),
-        (2, {"data_parallel_replicate_dim": 4}),
-        (2, {"data_parallel_shard_dim": 1}),
-        (8, {"data_parallel_shard_dim": 4}),
-        (16, {"data_parallel_replicate_dim": 2, "data_parallel_shard_dim": 4}),
-        (3, {"tensor_parallel_dim": 2}),
-    ],
-)
-def test_dimensions_that_do_not_match_the_world_size_are_reported_with_their_keys(
-    ranks: int, dims: dict[str, int]
+@given(st.integers(1, 16), degrees, degrees, st.none() | st.just(-1) | degrees)
+def test_mesh_has_all_ranks_or_the_error_names_the_dimensions(
+    ranks: int, replicas: int, tensor_parallel: int, shards: int | None
 ) -> None:
+    """Without a number of shards, they are the remaining ranks."""
+    dims = {"data_parallel_replicate_dim": replicas, "tensor_parallel_dim": tensor_parallel}
+    settings, others = Settings(**NEEDED, **dims, data_parallel_shard_dim=shards), replicas * tensor_parallel
+    if ranks % others == 0 and shards in (None, -1, ranks // others):
+        assert mesh_shape(settings, ranks) == (replicas, ranks // others, tensor_parallel)
+        return
     with pytest.raises(ConfigError, match=f"world size, which is {ranks}") as raised:
-        shape_of(ranks, **dims)
+        mesh_shape(settings, ranks)
+    dims["data_parallel_shard_dim"] = shards or -1
     assert all(f"{key} {dim}" in str(raised.value) for key, dim in dims.items())
 
 

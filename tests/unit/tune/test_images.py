@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-from torchtune.data import padded_collate_tiled_images_and_mask
 
 from tests.recipes.shrunk_models import IMAGE_SIZE
 from torchtune_adaptive.errors import ConfigError
@@ -44,13 +43,6 @@ def test_images_are_padded_to_the_most_tiles_of_their_batch() -> None:
     assert [tiles_of(each) for each in with_equal_tiles(SAMPLES, 4)] == [[3], [3], [3, 3], [3]]
     assert [tiles_of(each) for each in with_equal_tiles(SAMPLES, 1)] == [[1], [3], [2, 2], [1]]
     assert with_equal_tiles([{"tokens": [1]}], 2) == [{"tokens": [1]}]
-
-
-@pytest.mark.parametrize("rows", [1, 2])
-def test_batches_with_one_image_a_sample_are_those_of_torchtune(rows: int) -> None:
-    ours = collated(with_equal_tiles(SAMPLES[:rows], rows))
-    stock = padded_collate_tiled_images_and_mask(SAMPLES[:rows], padding_idx=0, ignore_idx=-100)
-    torch.testing.assert_close(ours, stock, rtol=0, atol=0)
 
 
 def test_tokens_attend_to_their_own_images() -> None:

@@ -1,4 +1,4 @@
-"""torchtune's offloading after a failed pass, sums of packed rows, and figures of preference training."""
+"""torchtune's offloading after a failed pass, and figures of preference training."""
 
 import math
 from dataclasses import replace
@@ -24,7 +24,6 @@ from torchtune_adaptive.tune.preference import (
     Passes,
     Scores,
     figures_of,
-    sums_of_rows,
 )
 from torchtune_adaptive.tune.samples import PAIR
 
@@ -75,17 +74,6 @@ def test_figures_are_means_over_pairs_and_logits_over_tokens() -> None:
     figures = figures_of({REFERENCE: replace(result, microbatches=2), POLICY: result})
     more = {"rewards/margins": 1.5, "reference_microbatches": 2}
     assert figures == pytest.approx(figures | of_pairs | of_tokens | more)
-
-
-def test_sums_over_packed_rows_and_their_gradients_equal_those_per_row() -> None:
-    lengths, weights = [3, 1, 4], torch.tensor([2.0, 5.0, 7.0], dtype=torch.float64)
-    ours, theirs = (torch.linspace(0, 1, 8, dtype=torch.float64)[None].requires_grad_() for _ in range(2))
-    sums = sums_of_rows(ours, lengths)
-    expected = torch.stack([row.sum() for row in theirs[0].split(lengths)])
-    assert torch.equal(sums, expected)
-    (sums * weights).sum().backward()
-    (expected * weights).sum().backward()
-    assert torch.equal(ours.grad, theirs.grad)
 
 
 def test_pair_with_a_column_named_filler_is_trained_and_a_filler_is_not() -> None:

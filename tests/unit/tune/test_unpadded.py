@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from itertools import pairwise
 
 import pytest
 import torch
@@ -23,7 +22,7 @@ from tests.unit.tune.models import (
 )
 from torchtune_adaptive.tune import unpadded as unpadded_rows
 from torchtune_adaptive.tune.samples import Sample
-from torchtune_adaptive.tune.unpadded import Documents, attend_each, concatenated
+from torchtune_adaptive.tune.unpadded import concatenated
 
 TOLERANCE = 2e-6
 PROMPTS = (0, 4, 30, 1, 18, 2, 5, 1, 39)
@@ -110,27 +109,6 @@ def test_tensor_samples_are_joined_like_lists() -> None:
     assert one["labels"].tolist()[0][0] == one["labels"].tolist()[0][3] == IGNORED
     assert one["input_pos"].tolist() == [[0, 1, 2, 0, 1, 2, 3, 4]]
     assert one["mask"].ends.tolist() == [0, 3, 8]
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-def test_attention_agrees_with_torchs_per_sample_attention(dtype: torch.dtype) -> None:
-    ends = [0, 1, 8, 20]
-    sides = [torch.randn(1, 3, 20, 8, dtype=dtype).requires_grad_() for _ in range(3)]
-    each = attend_each(*sides, Documents(torch.tensor(ends, dtype=torch.int32), 12))
-    gradients = torch.autograd.grad(each.float().square().sum(), sides)
-    alone = [
-        nn.functional.scaled_dot_product_attention(*(side[:, :, start:end] for side in sides), is_causal=True)
-        for start, end in pairwise(ends)
-    ]
-    expected = torch.cat(alone, dim=2)
-    torch.testing.assert_close(each, expected)
-    torch.testing.assert_close(gradients, torch.autograd.grad(expected.float().square().sum(), sides))
-
-
-def test_documents_expose_their_tensor_to_fsdp_and_checkpointing() -> None:
-    documents = Documents(torch.tensor([0, 2]), 2)
-    leaves, _ = torch.utils._pytree.tree_flatten({"mask": documents})
-    assert leaves[0] is documents.ends
 
 
 @pytest.fixture
