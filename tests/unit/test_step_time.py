@@ -93,15 +93,6 @@ def test_group_with_one_rank_per_machine_is_limited_by_the_network() -> None:
     assert spread / within == pytest.approx(H100.link / H100.network, rel=0.01)
 
 
-def test_ranks_that_share_samples_do_not_multiply_tokens() -> None:
-    given = work(MATMUL)._replace(tokens=4096, ranks_per_sample=8)
-    assert given.totals(ranks=16)["tokens_per_step"] == 2 * 4096
-    seconds = estimate(given, H100).seconds
-    assert f"{4096 / 8 / seconds:,.0f} each, {4096 * 2 / seconds:,.0f} on 16 ranks" in "\n".join(
-        time_lines(estimate(given, H100), given, "h100", ranks=16)
-    )
-
-
 GIB = 2**30
 CARDS = [GPUS["4090"], GPUS["a100-40"], GPUS["h100"]]
 WORK = Work([(Operation(BF16, 1e15, 10**9), 1)], [], tokens=8192, samples=1)
