@@ -56,9 +56,7 @@ class Iterations:
             limits = LimitFinder(self.loop, self.stages, rl).find(memory)
         self.stages.runners.use_limits(limits)
         self.loop.schedule = BatchSchedule(epochs=epochs, limits=limits)
-        self.optimization.start_schedule(
-            total_steps=rl.updates * total, steps_done=rl.updates * progress.step, lr_factor=1.0
-        )
+        self.optimization.start_schedule(total_steps=rl.updates * total, steps_done=rl.updates * progress.step)
         if progress.limit is not None:
             restore_limits(self.stages.runners, progress.limit)
 
@@ -80,7 +78,7 @@ class Iterations:
         while left > 0:
             steps = min(per_epoch, left)
             # Record one microbatch per step; the schedule contains the actual limit of each stage.
-            epochs.append(EpochSizes(len(epochs), size, 1, size, size, steps, lr_factor=1.0))
+            epochs.append(EpochSizes(len(epochs), size, 1, size, size, steps))
             left -= steps
         answers = f"{rl.batch_size * ranks} answers, {count_of(rl.updates, 'update')}"
         log_rank_0(f"{count_of(total, 'iteration')} of {answers} each · {count_of(len(epochs), 'epoch')} of prompts")

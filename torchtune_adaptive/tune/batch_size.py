@@ -67,23 +67,20 @@ def set_batch_sizes(loop: TrainingLoop) -> None:
                 increase=increase,
             )
             # The user's increase function may read a clock or draw random numbers: use what it returned on rank 0.
-            sized = from_rank_0(sized)
-        most_samples = max(sizes.samples_per_step for sizes in sized.epochs)
+            run.progress, epochs = from_rank_0(sized)
+        most_samples = max(sizes.samples_per_step for sizes in epochs)
         limits = _measure_limits(loop, memory, rows_that_fit, most_samples)
         limit = limits.get(training)
         dealer = dealer_of(loop.model, settings, loop.data, limit)
-        schedule.log_schedule(sized.epochs, settings, progress, ranks, limit)
+        schedule.log_schedule(epochs, settings, progress, ranks, limit)
         for stage in stages:
             if stage in limits and stage != training:
                 log_rank_0(f"{stage}: at most {limits[stage]} a microbatch")
     loop.schedule = BatchSchedule(
-        epochs=sized.epochs, limits=limits, dealer=dealer, looks_ahead=limit is not None and limit.by_length
+        epochs=epochs, limits=limits, dealer=dealer, looks_ahead=limit is not None and limit.by_length
     )
-    loop.optimization.start_schedule(
-        total_steps=schedule.total_steps(sized.epochs), steps_done=sized.progress.step, lr_factor=sized.lr_factor
-    )
-    run.progress = sized.progress
-    stages.use_limits(loop.schedule.limits_of(stages, sized.epochs[run.progress.epochs_run]))
+    loop.optimization.start_schedule(total_steps=schedule.total_steps(epochs), steps_done=run.progress.step)
+    stages.use_limits(loop.schedule.limits_of(stages, epochs[run.progress.epochs_run]))
     if run.progress.limit is not None:
         restore_limits(stages, run.progress.limit)
         if (validation := loop.validation) is not None:

@@ -179,7 +179,6 @@ class TrainingLoop:
             sizes = self._sizes = self.schedule.epochs[run.progress.epochs_run]
             self.stages.use_limits(self.schedule.limits_of(self.stages, sizes))
             record_epoch(run.journal, sizes, self.stages.limits, run.progress, run.devices.ranks)
-            self.optimization.use_lr_factor(sizes.lr_factor)
             self._validate_if_due()  # the run may have been stopped before a validation that was due
             with run.checkpoints.continue_random_state(run.progress):
                 steps = self.schedule.steps(self.data.loader, sizes, run.progress)

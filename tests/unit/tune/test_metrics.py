@@ -18,9 +18,7 @@ from torchtune_adaptive.report.journal import EPOCH, SCHEDULE, Journal
 from torchtune_adaptive.tune import metrics
 from torchtune_adaptive.tune.metrics import Metrics, record_epoch
 
-PLANS = tuple(
-    EpochSizes(epoch, 2 + 2 * epoch, 1, 2 + 2 * epoch, 2 + 2 * epoch, 4 - 2 * epoch, 1.0) for epoch in range(2)
-)
+PLANS = tuple(EpochSizes(epoch, 2 + 2 * epoch, 1, 2 + 2 * epoch, 2 + 2 * epoch, 4 - 2 * epoch) for epoch in range(2))
 
 
 def progress(step: int) -> Progress:
