@@ -22,9 +22,8 @@ from torchtune_adaptive.config.keys import Settings
 from torchtune_adaptive.engine.limits import Limit
 from torchtune_adaptive.engine.memory import MemorySource
 from torchtune_adaptive.engine.results import StepResult
-from torchtune_adaptive.formatting import count_of, format_bytes
+from torchtune_adaptive.formatting import format_bytes
 from torchtune_adaptive.lifecycle.console import progress_bar
-from torchtune_adaptive.lifecycle.run_state import THIS_RUN, RunPhase
 from torchtune_adaptive.report.journal import EPOCH, SCHEDULE, VALIDATION, Journal
 
 logger = logging.getLogger(__name__)
@@ -58,7 +57,6 @@ class Metrics:
         self.memory: MemorySource | None = None
         """The peak of this memory is logged with every logged step, and then reset."""
         self._step_began = time.perf_counter()
-        self._first, self._latest = (0, ""), ""
         self._skipped = 0
         self._logger_failed = False
         if self._shown:
@@ -110,8 +108,6 @@ class Metrics:
         if self._shown:
             if self._skipped > before:
                 logger.warning("step %d: the gradient norm is not finite; the weights are not updated", step)
-            self._first = self._first if self._first[0] else (step, headline)
-            self._latest = headline.split()[-1]
             self._bar.set_postfix_str(", ".join((headline, *self._pace(figures, run))), refresh=False)
             self._bar.update()
         if step % self._settings.log_every_n_steps != 0:
@@ -155,17 +151,10 @@ class Metrics:
             self._logger_failed = True
 
     def close(self) -> None:
-        """Log the first and the last loss."""
-        if not self._shown:
-            return
-        step, first = self._first
-        if step:
-            what = "trained" if THIS_RUN.phase is RunPhase.SAVED else "so far"
-            since, directory = "" if step == 1 else f" from step {step}", self._settings.output_dir
-            skipped = f" ({count_of(self._skipped, 'update')} skipped)" if self._skipped else ""
-            logger.info("%s%s: %s -> %s%s, checkpoints in %s", what, since, first, self._latest, skipped, directory)
-        with suppress(OSError):
-            self._logger.close()
+        """Close the metric logger."""
+        if self._shown:
+            with suppress(OSError):
+                self._logger.close()
 
 
 class StepProfiler:
