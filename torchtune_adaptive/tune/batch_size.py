@@ -17,7 +17,6 @@ from functools import partial
 from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
 
 from torchtune_adaptive.config.keys import Settings, value_at
 from torchtune_adaptive.config.remedies import KEYS
@@ -26,10 +25,10 @@ from torchtune_adaptive.engine.limits import Limit, RowLimit, TokenLimit, longes
 from torchtune_adaptive.engine.memory import MemorySource
 from torchtune_adaptive.engine.probes import TrainingStep, find_max_batch_size, profile_memory
 from torchtune_adaptive.engine.ranks import from_rank_0
-from torchtune_adaptive.engine.search import Peak, SearchResult
+from torchtune_adaptive.engine.search import SearchResult
 from torchtune_adaptive.errors import ConfigError, OneRowDoesNotFitError, Remedy
 from torchtune_adaptive.formatting import count_of
-from torchtune_adaptive.lifecycle.console import log_rank_0, progress_bar
+from torchtune_adaptive.lifecycle.console import log_rank_0
 from torchtune_adaptive.report.journal import SEARCH
 from torchtune_adaptive.report.tables import profile_table, search_table
 from torchtune_adaptive.run_hooks import HOOKS
@@ -264,18 +263,12 @@ def _record(
 
 
 def _measure(measure: Callable[..., Result], step: TrainingStep[Any], kind: TokenKind) -> Result:
-    """Collective: call `measure` with a progress bar; add the stage and the sample to its errors."""
-    with progress_bar("batch search", None, "probes", shown=dist.get_rank() == 0) as bar:
-
-        def on_probe(rows: int, _: Peak) -> None:
-            bar.set_postfix_str(f"{rows} rows", refresh=False)
-            bar.update()
-
-        try:
-            return measure(progress=on_probe)
-        except OneRowDoesNotFitError as error:
-            from_dataset = isinstance(step.sample, dict) and INDEX in step.sample
-            longest = f"sample {step.sample[INDEX]} of the dataset" if from_dataset else ""
-            remarks = "; ".join(filter(None, (step.runner.stage, kind.length_suffix.strip(), longest)))
-            error.fact += f" ({remarks})" * bool(remarks)
-            raise
+    """Collective: call `measure`; add the stage and the sample to its errors."""
+    try:
+        return measure()
+    except OneRowDoesNotFitError as error:
+        from_dataset = isinstance(step.sample, dict) and INDEX in step.sample
+        longest = f"sample {step.sample[INDEX]} of the dataset" if from_dataset else ""
+        remarks = "; ".join(filter(None, (step.runner.stage, kind.length_suffix.strip(), longest)))
+        error.fact += f" ({remarks})" * bool(remarks)
+        raise

@@ -174,7 +174,6 @@ def test_search_fits_the_tightest_rank_and_the_record_has_search_and_recoveries(
     recoveries = run.events("recovery")
     assert [event["reason"] for event in recoveries] == [line for line in lines if "out of memory" in line]
     assert all(event["ranks"] == [1] and event["after"] < event["before"] for event in recoveries)
-    assert all(0 < event["lost_seconds"] < 60 for event in recoveries)
     last = run.log[-1]
     assert last["oom_recoveries"] == len(recoveries) > 0
     assert last["microbatch_rows"] < 8

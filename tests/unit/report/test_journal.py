@@ -149,7 +149,7 @@ class Story:
         writes = [("start", done)]
         for step, recovers in enumerate(steps, done + 1):
             if recovers:
-                journal.event(recovery(step, rows=self.sessions))
+                journal.event(recovery(step, peak_bytes=self.sessions))
                 sizes.append(self._sizes())
                 writes.append((RECOVERY, step))
             journal.step(step, {"session": self.sessions, "loss": 0.5})
@@ -189,12 +189,12 @@ def test_run_killed_at_any_byte_and_resumed_has_each_step_once(
     timeline = read_timeline(story.directory)
     assert [record["step"] for record in timeline.steps] == list(range(1, len(story.steps) + 1))
     assert {record["step"]: record["session"] for record in timeline.steps} == story.steps
-    recoveries = [(event["step"], event["rows"]) for event in timeline.events if event["kind"] == RECOVERY]
+    recoveries = [(event["step"], event["peak_bytes"]) for event in timeline.events if event["kind"] == RECOVERY]
     assert recoveries == story.recoveries
 
 
 def test_event_is_one_line_with_every_known_field(tmp_path: Path) -> None:
-    change = recovery(412, ranks=(3,), length=397, peak_bytes=900, budget_bytes=1000)
+    change = recovery(412, ranks=(3,), peak_bytes=900, budget_bytes=1000)
     Journal(tmp_path).event(change)
     written = json.loads((tmp_path / EVENTS_FILE).read_text(encoding="utf-8"))
     known = {name: value for name, value in asdict(change).items() if value is not None}
