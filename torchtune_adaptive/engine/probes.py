@@ -94,10 +94,6 @@ class PhaseMeter:
         self._memory.reset_peak()
         self._phase = phase
 
-    def begin_update(self) -> None:
-        """Begin the last phase, the update."""
-        self.begin(len(self._names) - 1)
-
     def end(self) -> None:
         """End the last phase."""
         self.begin(self._phase)
@@ -287,7 +283,7 @@ class Prober:
             with memory_limit:
                 result, reports = step.runner.attempt(microbatches)
             if result is not None and step.update is not None:
-                meter.begin_update()
+                meter.begin(len(self._phases) - 1)
                 # The collectives of the update cannot be drained, and its memory does not depend on the rows.
                 with self._memory.unlimited():
                     step.update(result)

@@ -15,7 +15,7 @@ from omegaconf import DictConfig, OmegaConf
 from torchtune import training
 
 from torchtune_adaptive.atomic_files import reason
-from torchtune_adaptive.checkpoints.progress import EpochSizes, Progress
+from torchtune_adaptive.checkpoints.progress import EpochSizes
 from torchtune_adaptive.config import components
 from torchtune_adaptive.config.components import COMPONENT
 from torchtune_adaptive.config.keys import Settings
@@ -24,7 +24,7 @@ from torchtune_adaptive.engine.memory import MemorySource
 from torchtune_adaptive.engine.results import StepResult
 from torchtune_adaptive.formatting import format_bytes
 from torchtune_adaptive.lifecycle.console import progress_bar
-from torchtune_adaptive.report.journal import EPOCH, SCHEDULE, VALIDATION, Journal
+from torchtune_adaptive.report.journal import EPOCH, VALIDATION, Journal
 
 logger = logging.getLogger(__name__)
 
@@ -33,19 +33,11 @@ Item = TypeVar("Item")
 PROFILER = "torchtune.training.setup_torch_profiler"
 
 
-def record_epoch(
-    journal: Journal, sizes: EpochSizes, limits: Mapping[str, Limit], progress: Progress, ranks: int
-) -> None:
-    """Record the limit of each stage when an epoch begins or resumes, and changes of the samples per step."""
-    step, epoch = progress.step, f"epoch {sizes.epoch}"
+def record_epoch(journal: Journal, epoch: int, limits: Mapping[str, Limit], step: int) -> None:
+    """Record the limit of each stage when an epoch begins or resumes after this step."""
     for stage, limit in limits.items():
-        reason = f"{epoch}{', ' * bool(stage)}{stage}: microbatches of at most {limit}"
+        reason = f"epoch {epoch}{', ' * bool(stage)}{stage}: microbatches of at most {limit}"
         journal.record(EPOCH, step, reason, stage=stage or None, unit=limit.unit, after=limit.size)
-    earlier = (progress.epochs_started or (sizes,))[-1]
-    if earlier.samples_per_step != sizes.samples_per_step:
-        before, after = earlier.samples_per_step * ranks, sizes.samples_per_step * ranks
-        reason = f"{epoch}: batch size {earlier.batch_size} -> {sizes.batch_size}, samples a step {after}"
-        journal.record(SCHEDULE, step, reason, unit="samples", before=before, after=after)
 
 
 class Metrics:

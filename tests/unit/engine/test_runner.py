@@ -145,7 +145,7 @@ def test_thrashing_is_detected_in_watched_memory_without_repeating_steps(recover
         assert (result.retries, result.recoveries, result.memory) == (int(step >= 2), 0, (700, 1000))
     changes = [(event.kind, event.step, event.before, event.after) for event in events]
     assert (runner.limit, changes) == ((RowLimit(4), [("thrashing", 3, 8, 4)]) if recovers else (RowLimit(8), []))
-    assert all((event.ranks, event.rows, event.peak_bytes) == ((0,), 8, 700) for event in events)
+    assert all((event.ranks, event.peak_bytes) == ((0,), 700) for event in events)
 
 
 def test_attempt_runs_the_given_microbatches_and_keeps_the_limit():
