@@ -196,7 +196,6 @@ def test_growing_batch_has_the_planned_steps_and_microbatches_and_the_schedule_s
     # 64 samples on 2 ranks: 32 per rank; 1, 2, then 4 rows, two microbatches per step
     run, warm_up, total, growth = runs("growing", "doubled"), 3, 16 + 8 + 4, [1] * 16 + [2] * 8 + [4] * 4
     assert [(step["step"], step["microbatch_rows"]) for step in run.log] == [*enumerate(growth, start=1)]
-    assert [step["samples"] for step in run.log] == [4 * rows for rows in growth]
     for step in run.log[:-1]:
         done = int(step["step"])  # the rate is logged after the schedule has advanced
         progress = (done - warm_up) / (total - warm_up)
