@@ -26,7 +26,7 @@ BENCHMARKS = (
     "rollouts",
     "scaling",
 )
-BY_NAME = ("learning", "growth", "large_saves", "ghost", "mesh_overhead")
+BY_NAME = ("learning", "large_saves", "ghost", "mesh_overhead")
 """Benchmarks that run only if `--only` names them, because they take long or need 20 GiB of disk."""
 
 

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from torchtune_adaptive.report.journal import EPOCH, EVENTS_FILE, SCHEDULE, START, STEPS_FILE
+from torchtune_adaptive.report.journal import EPOCH, EVENTS_FILE, START, STEPS_FILE
 
 
 class Timeline(NamedTuple):
@@ -32,7 +32,7 @@ def read_timeline(directory: Path) -> Timeline:
 
 def remains_valid(event: dict[str, Any], steps_done: int) -> bool:
     """Return True if an event is still part of the run when training starts after `steps_done` steps."""
-    if event["kind"] in (EPOCH, SCHEDULE):  # recorded again when the epoch restarts
+    if event["kind"] == EPOCH:  # recorded again when the epoch restarts
         return bool(event["step"] < steps_done)
     return 0 < event["step"] <= steps_done
 

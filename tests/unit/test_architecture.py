@@ -29,7 +29,7 @@ from torchtune_adaptive.config.keys import AdaptiveConfig, Settings
 from torchtune_adaptive.engine import probes
 from torchtune_adaptive.rehearse.fake_ranks import ENGINE_REPLACEMENTS
 
-GROUND = {"arguments", "atomic_files", "dependencies", "errors", "failed_writes", "formatting", "run_hooks"}
+GROUND = {"arguments", "atomic_files", "dependencies", "errors", "formatting", "run_hooks"}
 """Top-level modules that everything may import, and that import only one another."""
 DOORS = {"__init__", "pytest_plugin"}
 """Top-level modules for users; within the project only tests import them."""

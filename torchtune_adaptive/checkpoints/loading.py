@@ -49,9 +49,16 @@ def load_reference(settings: Settings, key: str = "ref_checkpointer") -> State:
 
 
 def section_writing_to(cfg: DictConfig, key: str, staging: Path) -> dict[str, Any]:
-    """Return the section of a checkpointer, with the staging directory as its output directory."""
+    """Return the section of a checkpointer, with the staging directory as its output directory. Raise ConfigError if
+    the directory of weights is missing. torchtune's error names neither key nor directory."""
     section = components.require(cfg, key)
-    _check_directory(section, key)
+    directory = section.get("checkpoint_dir")
+    creates_files = not str(section.get(COMPONENT)).startswith("torchtune.training.")  # as the demo's checkpointer
+    if not isinstance(directory, str) or not (creates_files or os.path.isdir(directory)):
+        raise ConfigError(
+            f"{key}.checkpoint_dir is {directory!r}, which is not a directory: "
+            "download the weights first (tune download) or correct the path"
+        )
     plain: Any = OmegaConf.to_container(section, resolve=True)
     return {**plain, "output_dir": str(staging)}
 
@@ -77,14 +84,3 @@ def load_on_all_ranks(work: Callable[[], Value], what: str, key: str = "checkpoi
     if any(stop_requested):
         raise RunStopped("stopped during setup, before the first step")
     return cast(Value, result)
-
-
-def _check_directory(section: DictConfig, key: str) -> None:
-    """Raise ConfigError if the directory of weights is missing. torchtune's error names neither key nor directory."""
-    directory = section.get("checkpoint_dir")
-    creates_files = not str(section.get(COMPONENT)).startswith("torchtune.training.")  # as the demo's checkpointer
-    if not isinstance(directory, str) or not (creates_files or os.path.isdir(directory)):
-        raise ConfigError(
-            f"{key}.checkpoint_dir is {directory!r}, which is not a directory: "
-            "download the weights first (tune download) or correct the path"
-        )

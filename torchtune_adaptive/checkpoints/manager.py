@@ -44,7 +44,6 @@ from torchtune_adaptive.engine.oom import fatal_on_oom, is_oom
 from torchtune_adaptive.engine.ranks import explaining_failures, from_all_ranks
 from torchtune_adaptive.engine.snapshot import RngState
 from torchtune_adaptive.errors import CheckpointError, Remedy, RunStopped, UnrecoverableError
-from torchtune_adaptive.failed_writes import cause_of_failed_write, python_opens_files
 from torchtune_adaptive.formatting import format_bytes
 from torchtune_adaptive.lifecycle.console import log_rank_0
 from torchtune_adaptive.lifecycle.run_state import SAME_COMMAND, THIS_RUN, RunPhase, now
@@ -174,9 +173,8 @@ class CheckpointManager:
         torchtune_logger.setLevel(logging.WARNING)  # hides lines that name files in the staging directory
         written = staging / f"epoch_{epoch}"
         try:
-            with python_opens_files():
-                self._checkpointer.save_checkpoint(state, epoch=epoch, intermediate_checkpoint=True, **options)
-                torch.save(random_states, written / store.RANDOM_FILE)
+            self._checkpointer.save_checkpoint(state, epoch=epoch, intermediate_checkpoint=True, **options)
+            torch.save(random_states, written / store.RANDOM_FILE)
         finally:
             torchtune_logger.setLevel(level)
         os.replace(staging / store.RECIPE_STATE / store.RECIPE_STATE_FILE, written / store.RECIPE_STATE_FILE)
@@ -222,8 +220,7 @@ def describe_failure(error: Exception, directory: Path) -> str:
         return f"{directory} is gone ({in_a_line(error)})"
     if is_oom(error):
         return f"out of memory on rank {dist.get_rank()}: {' or '.join(KEYS[remedy] for remedy in REMEDIES)}"
-    text = cause_of_failed_write(error) or in_a_line(error)
-    return f"{text} ({format_bytes(shutil.disk_usage(directory).free)} free)"
+    return f"{in_a_line(error)} ({format_bytes(shutil.disk_usage(directory).free)} free)"
 
 
 def out_of_memory_in(name: str, error: Exception) -> UnrecoverableError:

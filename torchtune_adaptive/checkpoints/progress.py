@@ -39,8 +39,6 @@ class EpochSizes:
     """Rows of the largest microbatch: `batch_size`, or fewer if that does not fit."""
     samples_per_step: int
     steps: int
-    lr_factor: float
-    """Factor on the learning rate, if a step has more samples than configured."""
     refused_batch_size: int | None = None
     """The batch size that was requested, if it was rejected because it exceeds the maximum."""
 

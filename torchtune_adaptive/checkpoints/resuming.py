@@ -147,7 +147,9 @@ def _check_same_run(saved: Manifest, settings: Settings, recipe: str) -> None:
 
 
 def _has_checkpoints(checkpoints: Sequence[FoundCheckpoint], settings: Settings) -> ConfigError:
-    names = ", ".join(checkpoint.name for checkpoint in checkpoints[:3]) + (", ..." if len(checkpoints) > 3 else "")
+    names = ", ".join(checkpoint.path.name for checkpoint in checkpoints[:3]) + (
+        ", ..." if len(checkpoints) > 3 else ""
+    )
     fresh = settings.resume_from_checkpoint is False
     resume = "resume that run (resume_from_checkpoint=auto), " * (fresh and any(each.manifest for each in checkpoints))
     return ConfigError(

@@ -105,11 +105,6 @@ class FoundCheckpoint:
     """Why the checkpoint cannot be used, as a sentence without its subject: `has no manifest`. None if it can."""
 
     @property
-    def name(self) -> str:
-        """The name of the directory."""
-        return self.path.name
-
-    @property
     def serial(self) -> int:
         """The serial in the manifest; -1 if there is no valid manifest."""
         return self.manifest.serial if self.manifest else -1
@@ -161,7 +156,7 @@ def find_checkpoints(directory: Path) -> list[FoundCheckpoint]:
         found = read_manifest(path)
         manifest, fault = (found, None) if isinstance(found, Manifest) else (None, found)
         checkpoints.append(FoundCheckpoint(path, manifest, fault))
-    return sorted(checkpoints, key=lambda checkpoint: (-checkpoint.serial, checkpoint.name))
+    return sorted(checkpoints, key=lambda checkpoint: (-checkpoint.serial, checkpoint.path.name))
 
 
 def newest_intact(checkpoints: Sequence[FoundCheckpoint]) -> tuple[FoundCheckpoint | None, list[FoundCheckpoint]]:

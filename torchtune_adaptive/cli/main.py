@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from torchtune_adaptive.atomic_files import reason, replace_file
 from torchtune_adaptive.cli import status
-from torchtune_adaptive.config.registry import RECIPES, file_of, supported_configs
+from torchtune_adaptive.config.registry import RECIPES, config_files, file_named, recipe_files, supported_configs
 from torchtune_adaptive.config.remedies import KEYS
 from torchtune_adaptive.dependencies import RECIPES_EXTRA
 from torchtune_adaptive.errors import AdaptiveError, ConfigError
@@ -50,7 +50,8 @@ def cp(options: argparse.Namespace) -> int:
 
     A copied config gets a new output_dir and loses settings that only the demo needs.
     """
-    source, destination = file_of(options.name), Path(options.destination)
+    source = file_named(options.name, config_files() | recipe_files(), "config or recipe")
+    destination = Path(options.destination)
     if destination.is_dir() or options.destination.endswith(os.sep):
         destination /= source.name
     elif destination.suffix != source.suffix:

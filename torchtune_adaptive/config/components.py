@@ -56,9 +56,6 @@ def build_section(key: str, section: object, *args: Any, **kwargs: Any) -> Any:
         message = f"{key} could not be built from {described}: {in_a_line(error)}"
         if (cause := error.__cause__) and str(cause) not in str(error):  # for a library that wraps the actual cause
             message += f" ({in_a_line(cause)})"
-        unexpected = re.search(r"unexpected keyword argument '(\w+)'", str(error))
-        if unexpected and isinstance(section, DictConfig) and unexpected[1] in section:
-            message += f"; remove it, for example by '~{key}.{unexpected[1]}' on the command line"
         raise ConfigError(message) from error
 
 

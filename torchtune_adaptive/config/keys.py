@@ -189,9 +189,6 @@ class AdaptiveConfig:
     """how a search changes the samples per step. `rebalance`: keep the configured number, unless a microbatch can hold
     more. `fixed`: keep `gradient_accumulation_steps`, so that the step grows with the microbatch. `keep`: never change
     the samples per step"""
-    lr_scaling: str = setting(one_of("none", "sqrt", "linear"), "none")
-    """scale the learning rate when the samples per step grow: by the growth (`linear`), by its square root (`sqrt`), or
-    not at all (`none`)"""
 
 
 def read_section(kind: type[T], section: Mapping[Any, object] | DictConfig | None, name: str) -> T:

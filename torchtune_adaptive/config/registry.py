@@ -118,11 +118,6 @@ def config_files() -> dict[str, Path]:
     return {config.name: config.path for config in (*our_configs(), *stock_configs())}
 
 
-def file_of(name: str) -> Path:
-    """Return the file of a config or a recipe, given its name or path."""
-    return file_named(name, config_files() | recipe_files(), "config or recipe")
-
-
 def file_named(name: str, known: Mapping[str, Path], what: str, option: str = "") -> Path:
     """Return the file of a known name, or `name` if it is the path of a file. `what` and `option` are for the error."""
     if name in known:

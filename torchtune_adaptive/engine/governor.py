@@ -32,7 +32,7 @@ def in_step(step: int, stage: str = "") -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Change:
-    """A change of the limit. Equal on all ranks, except for `lost_seconds`."""
+    """A change of the limit, equal on all ranks."""
 
     kind: str
     step: int
@@ -47,12 +47,6 @@ class Change:
     after: int
     ranks: tuple[int, ...] | None = None
     """The ranks that ran out of memory or whose allocator retried; None for GROWTH."""
-    rows: int | None = None
-    """Rows of the largest microbatch on these ranks."""
-    length: int | None = None
-    """Tokens of the longest sample in that microbatch."""
-    lost_seconds: float | None = None
-    """Duration of the failed attempt on this rank."""
     peak_bytes: int | None = None
     """Peak memory of the rank that came closest to its budget."""
     budget_bytes: int | None = None
@@ -226,7 +220,6 @@ class Governor:
     def _make_change(
         self, kind: str, step: int, reason: str, before: Limit, causes: Mapping[int, MicrobatchSize] | None = None
     ) -> Change:
-        largest = max(causes.values(), key=lambda microbatch: microbatch.padded_tokens) if causes else None
         return Change(
             kind=kind,
             step=step,
@@ -236,8 +229,6 @@ class Governor:
             before=before.size,
             after=self.limit.size,
             ranks=tuple(causes) if causes else None,
-            rows=largest.rows if largest else None,
-            length=largest.length if largest else None,
         )
 
 

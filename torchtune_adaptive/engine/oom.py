@@ -9,7 +9,6 @@ from contextlib import contextmanager
 import torch
 
 from torchtune_adaptive.errors import AdaptiveError
-from torchtune_adaptive.formatting import parse_size
 
 # Texts of out-of-memory errors that have no exception type. Backends raise them as RuntimeError or a subclass, such as
 # torch.AcceleratorError. NCCL's "Cuda failure 2 'out of memory'" is not listed, because it breaks the communicator.
@@ -39,12 +38,6 @@ def is_oom(error: BaseException) -> bool:
     """Return True if the device or the host ran out of memory, so that a smaller microbatch may succeed. Follows
     causes, because torch.compile and DTensor wrap exceptions. An AdaptiveError never counts: it ends the run."""
     return any(_reports_oom(each) for each in _chain(error, all_linked=False))
-
-
-def requested_bytes(error: BaseException) -> int:
-    """Return how much memory the failed allocation has requested, from the text of the error; 0 if it is not there."""
-    found = re.search(r"Tried to allocate ([1-9][\d.]* [KMGT]?i?B)\b", str(error))
-    return int(parse_size(found[1], "the request").amount) if found else 0
 
 
 @contextmanager

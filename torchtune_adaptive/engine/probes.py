@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from operator import attrgetter
 from time import perf_counter
-from typing import Any, Generic, NamedTuple, Self, TypeAlias
+from typing import Any, Generic, NamedTuple, Self
 
 import torch
 from torch import nn
@@ -93,10 +93,6 @@ class PhaseMeter:
         self.peaks[name] = max(self.peaks.get(name, 0), self._memory.peak_bytes)
         self._memory.reset_peak()
         self._phase = phase
-
-    def begin_update(self) -> None:
-        """Begin the last phase, the update."""
-        self.begin(len(self._names) - 1)
 
     def end(self) -> None:
         """End the last phase."""
@@ -200,16 +196,12 @@ def agreed_peak(phases: Sequence[str], reports: Sequence[ProbeReport]) -> Peak:
     )
 
 
-OnProbe: TypeAlias = Callable[[int, Peak], object]
-"""Called after each probe, with its rows and its peak."""
-
-
 class Prober:
     """Runs probes of a training step, with the models and optimizers of all its stages in memory."""
 
-    def __init__(self, step: TrainingStep[Any], memory: MemorySource, progress: OnProbe = lambda *_: None) -> None:
+    def __init__(self, step: TrainingStep[Any], memory: MemorySource) -> None:
         """Collective, because it creates an Agreement."""
-        self._step, self._memory, self._progress = step, memory, progress
+        self._step, self._memory = step, memory
         self._phases, self._sample = phase_names(step.boundaries), step.sample
         self._agreement = Agreement(5 + len(self._phases))
         self._budget: Budget | None = None
@@ -248,11 +240,8 @@ class Prober:
         self._sample = self._step.sample_of(length)
         self._probe(rows, [*([self._step.smallest] if accumulates else []), [self._sample] * rows])
         if self._failed is None:
-            peak = agreed_peak(self._phases, self._reports)
-        else:
-            peak = Peak({}, fits=False, seconds=max(report.seconds for report in self._reports))
-        self._progress(rows, peak)
-        return peak
+            return agreed_peak(self._phases, self._reports)
+        return Peak({}, fits=False, seconds=max(report.seconds for report in self._reports))
 
     def _probe(self, rows: int, microbatches: list[list[Any]]) -> None:
         """Collective: run the step, and gather the measurements of all ranks in `self._reports`.
@@ -294,7 +283,7 @@ class Prober:
             with memory_limit:
                 result, reports = step.runner.attempt(microbatches)
             if result is not None and step.update is not None:
-                meter.begin_update()
+                meter.begin(len(self._phases) - 1)
                 # The collectives of the update cannot be drained, and its memory does not depend on the rows.
                 with self._memory.unlimited():
                     step.update(result)
@@ -339,9 +328,7 @@ def _explaining_errors(rows: int) -> Iterator[None]:
 
 
 @contextmanager
-def probing(
-    step: TrainingStep[Any], memory: MemorySource | None, progress: OnProbe | None
-) -> Iterator[tuple[Prober, Budget]]:
+def probing(step: TrainingStep[Any], memory: MemorySource | None) -> Iterator[tuple[Prober, Budget]]:
     """Collective: yield a Prober after its warm-up, and the budget; at the end, restore models and optimizers."""
     if memory is None and not torch.cuda.is_available():
         raise ConfigError("there is no GPU whose memory could be measured; pass an open MemoryMeter as `memory`")
@@ -352,7 +339,7 @@ def probing(
         if isinstance(model, fsdp.FSDPModule):  # reshards parameters that an evaluation has left gathered
             fsdp.prepare(model)
     with restoring_state(models, optimizers):
-        prober = Prober(step, memory, progress or (lambda *_: None))
+        prober = Prober(step, memory)
         yield prober, prober.warm_up()
     # after `restoring_state`, which frees the probes' optimizer state, so that the peak does not include it
     memory.reset_peak()
@@ -366,7 +353,6 @@ def find_max_batch_size(
     round_to: str = "power_of_two",
     max_rows: int | None = None,
     whole_step_rows: int | None = None,
-    progress: OnProbe | None = None,
 ) -> SearchResult:
     """Collective: find the most rows per microbatch with which every rank can train. The result is equal on all ranks.
 
@@ -383,7 +369,6 @@ def find_max_batch_size(
         whole_step_rows: the rows of a whole training step. A first search then runs without accumulated gradients. If
             it finds that many rows, each step is a single microbatch, and the search is complete. If it finds fewer, a
             second search runs with accumulated gradients in memory. None: only the second search runs.
-        progress: called after each probe, with its rows and its peak.
     """
     check_choice("strategy", strategy, STRATEGIES)
     candidate_rows(max_rows, round_to)
@@ -392,7 +377,7 @@ def find_max_batch_size(
             f"strategy {strategy!r} runs out of memory on purpose, but this step cannot be repeated after that",
             Remedy.MEASURING_STRATEGY,
         )
-    with probing(step, memory, progress) as (prober, budget):
+    with probing(step, memory) as (prober, budget):
         search_rows = partial(
             search,
             budget=budget,
@@ -417,14 +402,13 @@ def profile_memory(
     *,
     memory: MemorySource | None = None,
     most_rows: int = MAX_ROWS,
-    progress: OnProbe | None = None,
 ) -> Profile:
     """Collective: measure how memory depends on the rows and their length, up to the length of the step's sample.
 
     Arguments and side effects are as for `find_max_batch_size`. `step.cut` is required. `most_rows` is an upper bound.
     """
     lengths = SampleLengths(step.length, step.shortest, step.knee, step.runner.kind.padded)
-    with probing(step, memory, progress) as (prober, budget):
+    with probing(step, memory) as (prober, budget):
         agree = _disable_current_modes()(from_rank_0)  # a full MemoryMeter would refuse the message
         measure = partial(measure_profile, no_fit_error=prober.no_fit_error, most_rows=most_rows, agree=agree)
         return measure(prober.measure, budget, lengths)

@@ -119,8 +119,6 @@ class AttemptReport(NamedTuple):
     """The number of the step; 0 in a probe of a search."""
     names: int = 0
     """A checksum of the names in `Totals.sums`."""
-    requested_bytes: int = 0
-    """The memory that the failed allocation has requested; 0 if unknown."""
     positions_in_groups: int = 0
     """With ghost passes, a number whose sum over the ranks is 0 if the ranks of each process group have issued equally
     many collectives."""

@@ -18,7 +18,6 @@ from __future__ import annotations
 import copy
 import logging
 import math
-import time
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -36,7 +35,7 @@ from torchtune_adaptive.engine.consistency import EqualSteps
 from torchtune_adaptive.engine.governor import EXHAUSTED, RECOVERY, Change, Governor, LimitState, in_step
 from torchtune_adaptive.engine.limits import Limit, MicrobatchSize
 from torchtune_adaptive.engine.memory import Gauge, MemorySource
-from torchtune_adaptive.engine.oom import clear_frames, fatal_on_oom, is_oom, release_memory, requested_bytes
+from torchtune_adaptive.engine.oom import clear_frames, fatal_on_oom, is_oom, release_memory
 from torchtune_adaptive.engine.plans import Plan, Sample, SampleKind, load_of, size_of, spread
 from torchtune_adaptive.engine.ranks import explaining_failures, rank, world_size
 from torchtune_adaptive.engine.recovery import Recovery, has_gradients
@@ -56,7 +55,7 @@ from torchtune_adaptive.errors import (
     UnrecoverableError,
     without_backward,
 )
-from torchtune_adaptive.formatting import count_of, format_apart, format_bytes, ranks_named
+from torchtune_adaptive.formatting import count_of, format_apart, ranks_named
 
 logger = logging.getLogger(__name__)
 
@@ -146,7 +145,6 @@ class StepRunner(Generic[Sample]):
         self._gathers_from_all = fsdp.gathers_from_all(model)
         can_reduce_once = reduce_once and self._gathers_from_all and not self._ledger.uses_ghost_passes
         self._reduce_once = _ReduceOnce(model, possible=can_reduce_once)
-        self._requested_bytes = 0  # by the latest allocation that has failed on this rank
         self._equal_steps = EqualSteps(enabled=self._ledger.uses_ghost_passes or self._gathers_from_all)
         self._is_whole = fsdp.is_whole(model)
         averages = world_size() > 1 and self._is_whole
@@ -212,7 +210,6 @@ class StepRunner(Generic[Sample]):
                 sizes = f"{len(samples)} samples in " if self._ledger.uses_ghost_passes else ""
                 self._equal_steps.announce(f"{sizes}{count_of(len(plan), 'microbatch', 'microbatches')}")
             self.recovery.on_attempt(self.stage, step, plan)
-            began = time.perf_counter()
             outcome = self._attempt(samples, plan, reduce_once=self._reduce_once.in_next_attempt)
             upcoming_plan = self._plan_upcoming(upcoming)
             reports = self._agree(outcome, plan, samples, len(upcoming_plan.plan) if upcoming_plan else 0)
@@ -224,7 +221,7 @@ class StepRunner(Generic[Sample]):
                     self._announce(change, reports)
                 return self._complete(outcome, reports, plan, recoveries)
             del outcome  # frees the loss tensor before the retry
-            self._recover(reports, rng, step, began)
+            self._recover(reports, rng, step)
             recoveries += 1
 
     def attempt(self, microbatches: Sequence[Sequence[Sample]]) -> tuple[StepResult | None, AttemptReports]:
@@ -353,7 +350,6 @@ class StepRunner(Generic[Sample]):
             if not (self.recovery.enabled and is_oom(error)):
                 with explaining_failures("a collective of the model", in_other_code=True):  # FSDP's are explained
                     raise
-            self._requested_bytes = requested_bytes(error)
             clear_frames(error)
         # outside of `except`, because the traceback in it keeps the activations of the failed pass alive
         self._ledger.end_failed_microbatch()
@@ -401,7 +397,7 @@ class StepRunner(Generic[Sample]):
             self._buckets.reset()
         self.model.zero_grad(set_to_none=True)
 
-    def _recover(self, reports: AttemptReports, rng: RngState, step: int, began: float) -> None:
+    def _recover(self, reports: AttemptReports, rng: RngState, step: int) -> None:
         """Undo a failed attempt and lower the limit, on every rank; raise if the step cannot be repeated."""
         self._discard()
         rng.restore()
@@ -419,7 +415,7 @@ class StepRunner(Generic[Sample]):
         change = self._governor.out_of_memory(reports.failed, step, reduced_once=reduced_once)
         if change.kind == EXHAUSTED:
             raise self._exhausted(change, reports)
-        self._announce(replace(change, lost_seconds=time.perf_counter() - began), reports)
+        self._announce(change, reports)
 
     def _agree(
         self, outcome: Totals | int, plan: Plan, samples: Sequence[Sample], upcoming_microbatches: int = 0
@@ -454,7 +450,6 @@ class StepRunner(Generic[Sample]):
             with_gradients=with_gradients,
             step=self.current_step or 0,
             names=zlib.crc32(repr(sorted(totals.sums)).encode()) if totals else 0,
-            requested_bytes=0 if totals else self._requested_bytes,
         )
         reports = gather_reports(self.recovery.agreement, mine)
         reports.check_positions()
@@ -499,10 +494,8 @@ class StepRunner(Generic[Sample]):
         """Announce that memory ran out at the smallest limit. Return the error, with the memory of the fullest rank."""
         fact, remedies = change.reason, [Remedy.SHORTER_SAMPLES, Remedy.CHECKPOINT_ACTIVATIONS, Remedy.MORE_RANKS]
         if (fullest := reports.fullest) is not None:
-            requested = max(report.requested_bytes for report in reports)
-            more = f", {format_bytes(requested)} more requested" if requested else ""
             peak, budget = format_apart(*fullest)
-            fact, remedies = f"{fact} (peak {peak} of a budget of {budget}{more})", [*remedies, Remedy.LARGER_BUDGET]
+            fact, remedies = f"{fact} (peak {peak} of a budget of {budget})", [*remedies, Remedy.LARGER_BUDGET]
         self._announce(replace(change, reason=fact), reports)
         return LimitExhaustedError(fact, *(without_backward(remedies) if self.trains is False else remedies))
 

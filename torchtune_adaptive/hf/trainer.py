@@ -28,8 +28,7 @@ from torchtune_adaptive.engine.oom import fatal_on_oom
 from torchtune_adaptive.engine.plans import Plan
 from torchtune_adaptive.engine.ranks import from_all_ranks, rank
 from torchtune_adaptive.engine.snapshot import override_attributes
-from torchtune_adaptive.errors import AdaptiveError, CheckpointError, ConfigError, RecoveryUnsupportedError, Remedy
-from torchtune_adaptive.failed_writes import cause_of_failed_write, python_opens_files
+from torchtune_adaptive.errors import AdaptiveError, ConfigError, RecoveryUnsupportedError, Remedy
 from torchtune_adaptive.hf.checkpoints import newest_complete
 from torchtune_adaptive.hf.evaluation import EVALUATION, Evaluator
 from torchtune_adaptive.hf.passes import GenerationPasses
@@ -276,16 +275,7 @@ class AdaptiveMixin(Base):
         if self.args.should_save:
             state = Path(self._get_output_dir(trial), f"checkpoint-{self.state.global_step}", TRAINER_STATE_NAME)
             state.unlink(missing_ok=True)
-        try:
-            with python_opens_files():
-                super()._save_checkpoint(model, trial)
-        except Exception as error:
-            if (cause := cause_of_failed_write(error)) is None:
-                raise
-            raise CheckpointError(
-                f"checkpoint-{self.state.global_step} could not be saved to {self.args.output_dir}: {cause}; once "
-                "that is fixed, resume from the previous checkpoint, if there is one"
-            ) from None  # the traceback of torch.save does not help
+        super()._save_checkpoint(model, trial)
 
     def _save_rng_state(self, output_dir: str) -> None:
         """Collective: see Trainer. Wait for all ranks, because rank 0 then writes the file that marks completeness."""

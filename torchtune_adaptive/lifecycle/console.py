@@ -54,7 +54,7 @@ class _LogLines(io.TextIOBase):
 
 @contextmanager
 def progress_bar(
-    what: str, total: int | None, unit: str, *, done: int = 0, shown: bool = True, at_once: bool = False
+    what: str, total: int, unit: str, *, done: int = 0, shown: bool = True, at_once: bool = False
 ) -> Iterator[tqdm[Any]]:
     """Show a progress bar in a terminal; elsewhere, log a line every 30 seconds. With `at_once`, the first state is
     shown immediately, and the bar stays in the terminal at the end."""
@@ -64,8 +64,8 @@ def progress_bar(
     in_a_terminal = sys.stderr.isatty()
     options: dict[str, Any] = {"desc": what, "total": total, "initial": done, "unit": f" {unit}", "leave": at_once}
     if not in_a_terminal:
-        counted = "{n_fmt}{unit}" if total is None else "{n_fmt} of {total_fmt}{unit}, {remaining} left"
-        options |= {"file": _LogLines(), "position": 0, "bar_format": f"{{desc}} · {counted}{{postfix}}"}
+        shape = "{desc} · {n_fmt} of {total_fmt}{unit}, {remaining} left{postfix}"
+        options |= {"file": _LogLines(), "position": 0, "bar_format": shape}
         options |= {"mininterval": BETWEEN_LINES_S, "delay": 0 if at_once else BETWEEN_LINES_S}
     above_bar = logging_redirect_tqdm([logging.getLogger(PACKAGE_LOGGER)]) if in_a_terminal and shown else nullcontext()
     with above_bar, tqdm(miniters=1, disable=not shown, **options) as bar:

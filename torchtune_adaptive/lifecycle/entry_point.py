@@ -67,10 +67,6 @@ def _run(recipe_type: type, keys: Collection[str]) -> None:
     except RunFinished as finished:
         if rank() == 0:
             logger.info("%s", finished)
-    except RecoveryUnsupportedError as error:
-        if THIS_RUN.phase is not RunPhase.SAVED:
-            raise
-        logger.warning("%s; the run is finished, but its log may be incomplete", error.fact)
     except RunStopped as stopped:
         if rank() == 0:
             logger.info("%s: %s; %s", THIS_RUN.stopped_by, stopped, saved_and_next_start())

@@ -25,7 +25,6 @@ STEPS_FILE = "adaptive_steps.jsonl"
 
 START = "start"
 SEARCH = "search"
-SCHEDULE = "schedule"
 EPOCH = "epoch"
 VALIDATION = "validation"
 """Kinds of event, in addition to those of `governor.Change`."""
@@ -60,7 +59,7 @@ class Journal:
 
     def record(self, kind: str, step: int, reason: str, **figures: object) -> None:
         """Append an event that has happened in or after this step, with its log line. Figures that a Change also has
-        mean the same, but `before` and `after` may be batch sizes. Those that are None are omitted."""
+        mean the same. Those that are None are omitted."""
         known = {name: value for name, value in figures.items() if value is not None}
         self._append(EVENTS_FILE, {"kind": kind, "step": step, "reason": reason, **known})
 

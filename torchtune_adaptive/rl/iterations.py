@@ -15,7 +15,7 @@ from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.formatting import count_of
 from torchtune_adaptive.lifecycle.console import log_rank_0
 from torchtune_adaptive.rl.limits import LimitFinder
-from torchtune_adaptive.rl.rollouts import Rollout, build_prompts, fraction_cut_off, gather_rollouts, rollouts_of
+from torchtune_adaptive.rl.rollouts import Rollout, build_prompts, gather_rollouts, rollouts_of
 from torchtune_adaptive.rl.settings import PPOSettings
 from torchtune_adaptive.rl.stages import RolloutStage, RolloutStages
 from torchtune_adaptive.tune.optimizer import Optimization, SummedOver
@@ -40,7 +40,6 @@ class Iterations:
         self.data = build_prompts(settings, tokenizer, run.devices.mesh)
         self.stages = RolloutStages(stages, settings, run.journal.event)
         self.loop = TrainingLoop(run, model, self.data, optimization, self.stages.runners)
-        self._figures: dict[str, float] = {}
         self._updates: list[dict[str, float]] = []
         self._skipped, self._began = 0, 0.0
         self._start_schedules()
@@ -56,9 +55,7 @@ class Iterations:
             limits = LimitFinder(self.loop, self.stages, rl).find(memory)
         self.stages.runners.use_limits(limits)
         self.loop.schedule = BatchSchedule(epochs=epochs, limits=limits)
-        self.optimization.start_schedule(
-            total_steps=rl.updates * total, steps_done=rl.updates * progress.step, lr_factor=1.0
-        )
+        self.optimization.start_schedule(total_steps=rl.updates * total, steps_done=rl.updates * progress.step)
         if progress.limit is not None:
             restore_limits(self.stages.runners, progress.limit)
 
@@ -80,7 +77,7 @@ class Iterations:
         while left > 0:
             steps = min(per_epoch, left)
             # Record one microbatch per step; the schedule contains the actual limit of each stage.
-            epochs.append(EpochSizes(len(epochs), size, 1, size, size, steps, lr_factor=1.0))
+            epochs.append(EpochSizes(len(epochs), size, 1, size, size, steps))
             left -= steps
         answers = f"{rl.batch_size * ranks} answers, {count_of(rl.updates, 'update')}"
         log_rank_0(f"{count_of(total, 'iteration')} of {answers} each · {count_of(len(epochs), 'epoch')} of prompts")
@@ -95,9 +92,7 @@ class Iterations:
         for name, stage in self.stages.by_name.items():
             if stage.trains is None:
                 self.stages.run_stage(name, own, iteration)
-        rollouts = gather_rollouts(own)
-        self._figures = {"cut_off": fraction_cut_off(rollouts, self.stages.generate.sampling.stop_tokens)}
-        return rollouts
+        return gather_rollouts(own)
 
     def update(self, summed_over: SummedOver, figures: Mapping[str, float]) -> None:
         """Collective: divide the gradients by `summed_over`, and update the weights. `figures` go into the log."""
@@ -112,7 +107,7 @@ class Iterations:
         """Collective: log the iteration with the means over its updates, then save or stop the run if due."""
         updates, self._updates = self._updates, []
         means = {name: sum(update[name] for update in updates) / len(updates) for name in updates[0]}
-        logged = {**self._figures, **figures, **means, "skipped_updates": self._skipped}
+        logged = {**figures, **means, "skipped_updates": self._skipped}
         logged |= {"lr": self.optimization.learning_rate(), **self.stages.figures()}
         recorded = self.stages.figures_of_run(time.perf_counter() - self._began)
         self.run.metrics.log(iteration, f"reward {logged['scores']:.4f}", logged, recorded)

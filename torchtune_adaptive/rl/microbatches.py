@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, pad
 
-from torchtune_adaptive.engine.results import StepResult, Totals
+from torchtune_adaptive.engine.results import Totals
 from torchtune_adaptive.rl import rollouts as results
 from torchtune_adaptive.rl.rollouts import Rollout, answer_tokens, counts_of, results_of, sequences_of, store, valued_of
 from torchtune_adaptive.tune.finetuning import logits_only_for
@@ -126,14 +126,3 @@ def value_loss(values: Tensor, before: Tensor, returns: Tensor, mask: Tensor, cl
     clipped = values.clamp(before - clip_range, before + clip_range)
     errors = torch.maximum((values - returns) ** 2, (clipped - returns) ** 2)
     return 0.5 * torch.where(mask, errors, 0.0).sum()
-
-
-def figures_of_policy(policy: StepResult) -> dict[str, float]:
-    """Return torchtune's figures of an update of the policy: means over the tokens of all ranks. Waits for the GPU."""
-    mean = {name: float(value) / max(1, policy.target_tokens) for name, value in policy.sums.items()}
-    return {
-        "clipfrac": mean["clipped"],
-        "ratios": mean["ratios"],
-        "approx_policy_kl": 0.5 * mean["squares"],
-        "entropy": -mean["log_probs"],
-    }

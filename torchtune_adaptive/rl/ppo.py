@@ -35,7 +35,7 @@ from torchtune_adaptive.rl import rollouts as results
 from torchtune_adaptive.rl import settings as keys
 from torchtune_adaptive.rl import stages
 from torchtune_adaptive.rl.generation import Generate
-from torchtune_adaptive.rl.microbatches import AnswerScorer, Score, TrainPolicy, TrainValue, figures_of_policy
+from torchtune_adaptive.rl.microbatches import AnswerScorer, Score, TrainPolicy, TrainValue
 from torchtune_adaptive.rl.rollouts import Rollout, counts_of, results_of, store, valued_of
 from torchtune_adaptive.rl.settings import PPOLoss, PPOSettings
 from torchtune_adaptive.tune.distributed import Devices
@@ -165,11 +165,19 @@ def add_advantages(rollouts: Sequence[Rollout], ppo: PPOSettings) -> dict[str, f
 
 
 def figures_of_update(value: StepResult, policy: StepResult, loss: PPOLoss) -> dict[str, float]:
-    """Return the figures of an update, which are means over the tokens of all ranks. Waits for the GPU."""
+    """Return torchtune's figures of an update, which are means over the tokens of all ranks. Waits for the GPU."""
+    mean = {name: float(value) / max(1, policy.target_tokens) for name, value in policy.sums.items()}
     of_policy = float(policy.loss_sum) / max(1, policy.target_tokens)
     of_value = float(value.loss_sum) / max(1, value.target_tokens)
-    total = of_policy + loss.value_coeff * of_value
-    return {"loss": total, "policy_loss": of_policy, "value_loss": of_value, **figures_of_policy(policy)}
+    return {
+        "loss": of_policy + loss.value_coeff * of_value,
+        "policy_loss": of_policy,
+        "value_loss": of_value,
+        "clipfrac": mean["clipped"],
+        "ratios": mean["ratios"],
+        "approx_policy_kl": 0.5 * mean["squares"],
+        "entropy": -mean["log_probs"],
+    }
 
 
 def ppo_stages(

@@ -138,12 +138,6 @@ def answer_tokens(rollouts: Sequence[Rollout]) -> int:
     return sum(rollout.length for rollout in rollouts if not rollout.is_filler)
 
 
-def fraction_cut_off(rollouts: Sequence[Rollout], stop_tokens: Sequence[int]) -> float:
-    """Return the fraction of answers that reached the maximum length without a stop token."""
-    longest = [each.answer.tolist() for each in rollouts if each.length == len(each.answer)]
-    return sum(answer[-1] not in stop_tokens for answer in longest) / len(rollouts)
-
-
 def rollouts_of(prompts: Sequence[Sample], iteration: int, new_tokens: int) -> list[Rollout]:
     """Create rollouts without answers, numbered over the prompts of all ranks in turn."""
     blank = torch.zeros(new_tokens, dtype=torch.long)

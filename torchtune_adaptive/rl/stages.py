@@ -55,7 +55,7 @@ class RolloutStages:
     def __init__(self, stages: Mapping[str, RolloutStage], settings: Settings, on_change: OnChange) -> None:
         """Collective: build a step runner for each stage."""
         self.by_name = stages
-        self.generate = cast(Generate, stages[GENERATE].run_microbatch)
+        generate = cast(Generate, stages[GENERATE].run_microbatch)
         models = {id(stage.model): stage.model for stage in stages.values()}
         recovery = build_recovery(settings, on_change, *models.values())
         self.runners: Stages[Rollout] = Stages(
@@ -68,7 +68,7 @@ class RolloutStages:
                     # The length of an answer is unknown before it is generated, so plan for the maximum.
                     kind=SampleKind(
                         length_of=attrgetter("padded_length" if name == GENERATE else "whole_length"),
-                        filler=self.generate.filler if name == GENERATE else Rollout.filler,
+                        filler=generate.filler if name == GENERATE else Rollout.filler,
                     ),
                     stage=name,
                 )

@@ -17,7 +17,6 @@ from functools import partial
 from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
 
 from torchtune_adaptive.config.keys import Settings, value_at
 from torchtune_adaptive.config.remedies import KEYS
@@ -26,10 +25,10 @@ from torchtune_adaptive.engine.limits import Limit, RowLimit, TokenLimit, longes
 from torchtune_adaptive.engine.memory import MemorySource
 from torchtune_adaptive.engine.probes import TrainingStep, find_max_batch_size, profile_memory
 from torchtune_adaptive.engine.ranks import from_rank_0
-from torchtune_adaptive.engine.search import Peak, SearchResult
+from torchtune_adaptive.engine.search import SearchResult
 from torchtune_adaptive.errors import ConfigError, OneRowDoesNotFitError, Remedy
 from torchtune_adaptive.formatting import count_of
-from torchtune_adaptive.lifecycle.console import log_rank_0, progress_bar
+from torchtune_adaptive.lifecycle.console import log_rank_0
 from torchtune_adaptive.report.journal import SEARCH
 from torchtune_adaptive.report.tables import profile_table, search_table
 from torchtune_adaptive.run_hooks import HOOKS
@@ -67,23 +66,20 @@ def set_batch_sizes(loop: TrainingLoop) -> None:
                 increase=increase,
             )
             # The user's increase function may read a clock or draw random numbers: use what it returned on rank 0.
-            sized = from_rank_0(sized)
-        most_samples = max(sizes.samples_per_step for sizes in sized.epochs)
+            run.progress, epochs = from_rank_0(sized)
+        most_samples = max(sizes.samples_per_step for sizes in epochs)
         limits = _measure_limits(loop, memory, rows_that_fit, most_samples)
         limit = limits.get(training)
         dealer = dealer_of(loop.model, settings, loop.data, limit)
-        schedule.log_schedule(sized.epochs, settings, progress, ranks, limit)
+        schedule.log_schedule(epochs, settings, progress, ranks, limit)
         for stage in stages:
             if stage in limits and stage != training:
                 log_rank_0(f"{stage}: at most {limits[stage]} a microbatch")
     loop.schedule = BatchSchedule(
-        epochs=sized.epochs, limits=limits, dealer=dealer, looks_ahead=limit is not None and limit.by_length
+        epochs=epochs, limits=limits, dealer=dealer, looks_ahead=limit is not None and limit.by_length
     )
-    loop.optimization.start_schedule(
-        total_steps=schedule.total_steps(sized.epochs), steps_done=sized.progress.step, lr_factor=sized.lr_factor
-    )
-    run.progress = sized.progress
-    stages.use_limits(loop.schedule.limits_of(stages, sized.epochs[run.progress.epochs_run]))
+    loop.optimization.start_schedule(total_steps=schedule.total_steps(epochs), steps_done=run.progress.step)
+    stages.use_limits(loop.schedule.limits_of(stages, epochs[run.progress.epochs_run]))
     if run.progress.limit is not None:
         restore_limits(stages, run.progress.limit)
         if (validation := loop.validation) is not None:
@@ -267,18 +263,12 @@ def _record(
 
 
 def _measure(measure: Callable[..., Result], step: TrainingStep[Any], kind: TokenKind) -> Result:
-    """Collective: call `measure` with a progress bar; add the stage and the sample to its errors."""
-    with progress_bar("batch search", None, "probes", shown=dist.get_rank() == 0) as bar:
-
-        def on_probe(rows: int, _: Peak) -> None:
-            bar.set_postfix_str(f"{rows} rows", refresh=False)
-            bar.update()
-
-        try:
-            return measure(progress=on_probe)
-        except OneRowDoesNotFitError as error:
-            from_dataset = isinstance(step.sample, dict) and INDEX in step.sample
-            longest = f"sample {step.sample[INDEX]} of the dataset" if from_dataset else ""
-            remarks = "; ".join(filter(None, (step.runner.stage, kind.length_suffix.strip(), longest)))
-            error.fact += f" ({remarks})" * bool(remarks)
-            raise
+    """Collective: call `measure`; add the stage and the sample to its errors."""
+    try:
+        return measure()
+    except OneRowDoesNotFitError as error:
+        from_dataset = isinstance(step.sample, dict) and INDEX in step.sample
+        longest = f"sample {step.sample[INDEX]} of the dataset" if from_dataset else ""
+        remarks = "; ".join(filter(None, (step.runner.stage, kind.length_suffix.strip(), longest)))
+        error.fact += f" ({remarks})" * bool(remarks)
+        raise

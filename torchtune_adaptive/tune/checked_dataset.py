@@ -44,7 +44,7 @@ class CheckedDataset(Dataset[Sample]):
         return len(self.dataset)
 
     def __getitem__(self, index: int) -> Sample:
-        index = int(index)  # resumed epochs pass NumPy integers
+        index = int(index)  # the loader passes NumPy integers
         try:
             sample = {**self.dataset[index], INDEX: index}
         except (Exception, SystemExit) as error:

@@ -7,6 +7,7 @@ Samples come in the order of torchtune's loaders: a step has the samples of `gra
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -19,7 +20,6 @@ from omegaconf import DictConfig, ListConfig
 from torch import nn
 from torch.utils.data import Dataset
 from torchdata.stateful_dataloader import StatefulDataLoader
-from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
 from torchtune.data import padded_collate_packed, padded_collate_sft, padded_collate_tiled_images_and_mask
 from torchtune.datasets import ConcatDataset
 
@@ -145,18 +145,15 @@ class StepLoader(Generic[Item]):
     """Yields this rank's samples of each step; the samples per step may change between epochs."""
 
     def __init__(self, dataset: Dataset[Item], *, rank: int, world_size: int, shuffle: bool) -> None:
-        self._dataset = dataset
-        self._sampler = ArraySampler(dataset, num_replicas=world_size, rank=rank, shuffle=shuffle)
+        self._dataset, self._rank, self._ranks, self._shuffle = dataset, rank, world_size, shuffle
+        self._samples: int = len(dataset)  # type: ignore[arg-type]
+        self.samples_per_rank = math.ceil(self._samples / world_size)
+        """The number of samples of a rank in an epoch."""
         self._loader: StatefulDataLoader | None = None
-
-    @property
-    def samples_per_rank(self) -> int:
-        """Return the number of samples of a rank in an epoch."""
-        return len(self._sampler)
 
     def samples_left_per_rank(self, samples_done: int) -> int:
         """Return the number of samples left for each rank after all ranks together have used `samples_done`."""
-        return (int(self._sampler.total_size) - samples_done) // int(self._sampler.num_replicas)
+        return (self.samples_per_rank * self._ranks - samples_done) // self._ranks
 
     def epoch(self, epoch: int, *, samples_per_step: int, steps: int, samples_done: int = 0) -> Iterator[list[Item]]:
         """Yield up to `steps` steps of an epoch, without its first `samples_done` samples.
@@ -164,8 +161,7 @@ class StepLoader(Generic[Item]):
         Ranks take the samples in turn from one shuffled order. So the samples used so far are always the beginning of
         that order, and any number of ranks can resume with the rest.
         """
-        self._sampler.set_epoch(epoch)
-        sampler: Any = self._sampler.indices_after(samples_done) if samples_done else self._sampler
+        sampler: Any = self._indices(epoch, samples_done)
         self._loader = StatefulDataLoader(
             self._dataset, batch_size=samples_per_step, sampler=sampler, collate_fn=list, drop_last=True
         )
@@ -177,29 +173,19 @@ class StepLoader(Generic[Item]):
         All ranks get the same number of samples; if necessary, some samples are repeated. The bool is True for a
         repeated sample, which must not count.
         """
-        ranks, samples = self._sampler, len(self._dataset)  # type: ignore[arg-type]
-        positions = range(ranks.rank, ranks.total_size, ranks.num_replicas)
+        positions, samples = range(self._rank, self.samples_per_rank * self._ranks, self._ranks), self._samples
         for first in range(0, len(positions), samples_each):
             yield [(self._dataset[at % samples], at >= samples) for at in positions[first : first + samples_each]]
+
+    def _indices(self, epoch: int, samples_done: int) -> np.ndarray[Any, Any]:
+        """Return the indices of this rank's samples in the order of torchtune's sampler, without the first
+        `samples_done` of all ranks. An array needs 8 bytes per sample, a list 40."""
+        samples, generator = self._samples, torch.Generator().manual_seed(epoch)
+        order = (torch.randperm(samples, generator=generator) if self._shuffle else torch.arange(samples)).numpy()
+        positions = np.arange(samples_done + self._rank, self.samples_per_rank * self._ranks, self._ranks)
+        indices: np.ndarray[Any, Any] = order[positions % samples]  # repeats the first samples, for equal shares
+        return indices
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position in the last epoch for torchtune's recipes; the adaptive recipes do not read it."""
         return {} if self._loader is None else dict(self._loader.state_dict())
-
-
-class ArraySampler(StatefulDistributedSampler):
-    """The sampler of torchtune's recipes, with its order in an array: 8 bytes per sample instead of 40 in a list."""
-
-    def indices_after(self, samples_done: int) -> np.ndarray[Any, Any]:
-        """Return the indices of this rank's samples in the epoch, without the first `samples_done` of all ranks."""
-        samples, generator = len(self.dataset), torch.Generator().manual_seed(self.seed + self.epoch)
-        order = (torch.randperm(samples, generator=generator) if self.shuffle else torch.arange(samples)).numpy()
-        positions = np.arange(samples_done + self.rank, self.total_size, self.num_replicas)
-        indices: np.ndarray[Any, Any] = order[positions % samples]  # repeats the first samples, for equal shares
-        return indices
-
-    def __iter__(self) -> Iterator[int]:
-        self.yielded = 0  # the sampler's state is never loaded
-        for index in self.indices_after(0):
-            self.yielded += 1
-            yield int(index)

@@ -171,12 +171,6 @@ def device_of(settings: Settings) -> torch.device:
     return device
 
 
-def set_cpu_threads(settings: Settings) -> None:
-    """Set the number of threads if the optimizer runs on the CPU. Call this before building any component."""
-    if settings.fsdp_cpu_offload:
-        training.set_torch_num_threads()
-
-
 def free_setup_memory(device: torch.device) -> None:
     """Free memory that is left over from setup, so that it does not count in the peak of training."""
     if device.type == "cpu":

@@ -15,17 +15,16 @@ from omegaconf import DictConfig, OmegaConf
 from torchtune import training
 
 from torchtune_adaptive.atomic_files import reason
-from torchtune_adaptive.checkpoints.progress import EpochSizes, Progress
+from torchtune_adaptive.checkpoints.progress import EpochSizes
 from torchtune_adaptive.config import components
 from torchtune_adaptive.config.components import COMPONENT
 from torchtune_adaptive.config.keys import Settings
 from torchtune_adaptive.engine.limits import Limit
 from torchtune_adaptive.engine.memory import MemorySource
 from torchtune_adaptive.engine.results import StepResult
-from torchtune_adaptive.formatting import count_of, format_bytes
+from torchtune_adaptive.formatting import format_bytes
 from torchtune_adaptive.lifecycle.console import progress_bar
-from torchtune_adaptive.lifecycle.run_state import THIS_RUN, RunPhase
-from torchtune_adaptive.report.journal import EPOCH, SCHEDULE, VALIDATION, Journal
+from torchtune_adaptive.report.journal import EPOCH, VALIDATION, Journal
 
 logger = logging.getLogger(__name__)
 
@@ -34,19 +33,11 @@ Item = TypeVar("Item")
 PROFILER = "torchtune.training.setup_torch_profiler"
 
 
-def record_epoch(
-    journal: Journal, sizes: EpochSizes, limits: Mapping[str, Limit], progress: Progress, ranks: int
-) -> None:
-    """Record the limit of each stage when an epoch begins or resumes, and changes of the samples per step."""
-    step, epoch = progress.step, f"epoch {sizes.epoch}"
+def record_epoch(journal: Journal, epoch: int, limits: Mapping[str, Limit], step: int) -> None:
+    """Record the limit of each stage when an epoch begins or resumes after this step."""
     for stage, limit in limits.items():
-        reason = f"{epoch}{', ' * bool(stage)}{stage}: microbatches of at most {limit}"
+        reason = f"epoch {epoch}{', ' * bool(stage)}{stage}: microbatches of at most {limit}"
         journal.record(EPOCH, step, reason, stage=stage or None, unit=limit.unit, after=limit.size)
-    earlier = (progress.epochs_started or (sizes,))[-1]
-    if earlier.samples_per_step != sizes.samples_per_step:
-        before, after = earlier.samples_per_step * ranks, sizes.samples_per_step * ranks
-        reason = f"{epoch}: batch size {earlier.batch_size} -> {sizes.batch_size}, samples a step {after}"
-        journal.record(SCHEDULE, step, reason, unit="samples", before=before, after=after)
 
 
 class Metrics:
@@ -58,7 +49,6 @@ class Metrics:
         self.memory: MemorySource | None = None
         """The peak of this memory is logged with every logged step, and then reset."""
         self._step_began = time.perf_counter()
-        self._first, self._latest = (0, ""), ""
         self._skipped = 0
         self._logger_failed = False
         if self._shown:
@@ -110,8 +100,6 @@ class Metrics:
         if self._shown:
             if self._skipped > before:
                 logger.warning("step %d: the gradient norm is not finite; the weights are not updated", step)
-            self._first = self._first if self._first[0] else (step, headline)
-            self._latest = headline.split()[-1]
             self._bar.set_postfix_str(", ".join((headline, *self._pace(figures, run))), refresh=False)
             self._bar.update()
         if step % self._settings.log_every_n_steps != 0:
@@ -155,17 +143,10 @@ class Metrics:
             self._logger_failed = True
 
     def close(self) -> None:
-        """Log the first and the last loss."""
-        if not self._shown:
-            return
-        step, first = self._first
-        if step:
-            what = "trained" if THIS_RUN.phase is RunPhase.SAVED else "so far"
-            since, directory = "" if step == 1 else f" from step {step}", self._settings.output_dir
-            skipped = f" ({count_of(self._skipped, 'update')} skipped)" if self._skipped else ""
-            logger.info("%s%s: %s -> %s%s, checkpoints in %s", what, since, first, self._latest, skipped, directory)
-        with suppress(OSError):
-            self._logger.close()
+        """Close the metric logger."""
+        if self._shown:
+            with suppress(OSError):
+                self._logger.close()
 
 
 class StepProfiler:

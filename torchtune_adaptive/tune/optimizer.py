@@ -22,7 +22,7 @@ SummedOver: TypeAlias = int | Tensor | Mapping[str, int]
 
 
 class Optimization:
-    """One optimizer, or one per parameter, with the configured learning-rate schedule times a factor."""
+    """One optimizer, or one per parameter, with the configured learning-rate schedule."""
 
     def __init__(
         self, settings: Settings, model: nn.Module, checkpointed: AnyOptimizer, *optimizers: torch.optim.Optimizer
@@ -32,34 +32,22 @@ class Optimization:
         self.optimizers = optimizers
         self._cfg, self._model = settings.config, model
         self._max_norm = None if settings.clip_grad_norm is None else float(settings.clip_grad_norm)
-        self._factor = 1.0
         # torchtune's wrapper copies the learning rate of the first optimizer to the others at every step.
         self._scheduler: LRScheduler | None = None
         # Read the rates here, before a checkpoint overwrites them.
         self._first_rates = [float(group["lr"]) for group in self._groups()]
 
-    def start_schedule(self, *, total_steps: int, steps_done: int, lr_factor: float) -> None:
-        """Build the learning-rate schedule and set it to `steps_done`; `lr_factor` belongs to the current epoch."""
-        self._factor = lr_factor
+    def start_schedule(self, *, total_steps: int, steps_done: int) -> None:
+        """Build the learning-rate schedule and set it to `steps_done`."""
         if self._cfg.get("lr_scheduler") is None:
             return
         for group, rate in zip(self._groups(), self._first_rates, strict=True):
             # A resumed schedule needs its initial rate, which not all checkpoints contain.
-            group.setdefault("initial_lr", rate * lr_factor)
+            group.setdefault("initial_lr", rate)
         length = {"num_training_steps": total_steps, "last_epoch": steps_done - 1}
         self._scheduler = components.build("lr_scheduler", self._cfg, self.optimizers[0], **length)
         if isinstance(self.checkpointed, training.OptimizerInBackwardWrapper):
             self.checkpointed.set_lr_scheduler(self._scheduler)
-
-    def use_lr_factor(self, factor: float) -> None:
-        """Multiply the learning rate by `factor` from the next step on."""
-        ratio, self._factor = factor / self._factor, factor
-        if ratio == 1:
-            return
-        for group in self._groups():
-            group.update({key: group[key] * ratio for key in ("lr", "initial_lr") if key in group})
-        if self._scheduler is not None:
-            self._scheduler.base_lrs = [rate * ratio for rate in self._scheduler.base_lrs]
 
     def update(self, summed_over: SummedOver) -> float | None:
         """Collective: scale and clip the gradients, update the weights, and return the gradient norm.

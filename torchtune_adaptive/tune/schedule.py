@@ -12,7 +12,6 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import groupby
-from typing import NamedTuple
 
 from omegaconf import DictConfig
 
@@ -42,15 +41,6 @@ def build_increase_function(cfg: DictConfig) -> Increase | None:
     return function
 
 
-class SizedRun(NamedTuple):
-    """The sizes of all epochs, and the progress of the run in them."""
-
-    progress: Progress
-    epochs: tuple[EpochSizes, ...]
-    lr_factor: float
-    """The learning-rate factor of the epoch in progress or, between two epochs, of the last one."""
-
-
 def size_run(
     settings: Settings,
     progress: Progress,
@@ -60,8 +50,8 @@ def size_run(
     samples_left_per_rank: int,
     rows_that_fit: int | None = None,
     increase: Increase | None = None,
-) -> SizedRun:
-    """Return the sizes of a run that continues from `progress` on `ranks` ranks.
+) -> tuple[Progress, tuple[EpochSizes, ...]]:
+    """Return the progress and the sizes of all epochs of a run that continues from `progress` on `ranks` ranks.
 
     `samples_left_per_rank` belongs to the epoch in progress. `rows_that_fit` is the result of the search.
     """
@@ -69,8 +59,7 @@ def size_run(
         rest = _rest_of_epoch(progress, progress.current_epoch, rows_that_fit, samples_left_per_rank, ranks)
         progress = replace(progress, current_epoch=rest)
     epochs = size_epochs(settings, progress, samples_per_rank, rows_that_fit=rows_that_fit, increase=increase)
-    lr_factor = progress.epochs_started[-1].lr_factor if progress.epochs_started else 1.0
-    return SizedRun(replace(progress, ranks=ranks), epochs, lr_factor)
+    return replace(progress, ranks=ranks), epochs
 
 
 def _rest_of_epoch(
@@ -120,7 +109,7 @@ def grown_sizes(settings: Settings, epoch: int, current: int, requested: int, ro
     most = rows_that_fit or settings.adaptive.max_batch_size or sys.maxsize
     # A batch size below the current one is accepted even if it exceeds the bound.
     batch_size = requested if requested <= max(current, most) else current
-    sizes = _sizes(settings, epoch, batch_size * settings.gradient_accumulation_steps, min(batch_size, most))
+    sizes = _sizes(epoch, batch_size * settings.gradient_accumulation_steps, min(batch_size, most))
     return replace(sizes, batch_size=batch_size, refused_batch_size=None if batch_size == requested else requested)
 
 
@@ -136,23 +125,14 @@ def steady_sizes(settings: Settings, epoch: int, rows_that_fit: int | None) -> E
         samples = rows * settings.gradient_accumulation_steps
     elif settings.adaptive.accumulation == "rebalance":
         samples = max(rows, samples)
-    return _sizes(settings, epoch, samples, rows)
+    return _sizes(epoch, samples, rows)
 
 
-def _sizes(settings: Settings, epoch: int, samples: int, most_rows: int) -> EpochSizes:
+def _sizes(epoch: int, samples: int, most_rows: int) -> EpochSizes:
     """Split the samples of a step evenly into the fewest microbatches. The caller sets the number of steps."""
     microbatches = math.ceil(samples / most_rows)
-    rows, growth = math.ceil(samples / microbatches), samples / settings.samples_per_step
-    lr_factor = {"none": 1.0, "sqrt": math.sqrt(growth), "linear": growth}[settings.adaptive.lr_scaling]
-    return EpochSizes(
-        epoch,
-        batch_size=rows,
-        microbatches=microbatches,
-        microbatch_rows=rows,
-        samples_per_step=samples,
-        steps=0,
-        lr_factor=lr_factor,
-    )
+    rows = math.ceil(samples / microbatches)
+    return EpochSizes(epoch, rows, microbatches, microbatch_rows=rows, samples_per_step=samples, steps=0)
 
 
 def _requested_size(increase: Increase, epoch: int, current: int) -> int:
@@ -220,7 +200,7 @@ def step_line(sizes: EpochSizes, configured: int, ranks: int, kind_of_rank: str 
 
 def schedule_table(epochs: Sequence[EpochSizes], ranks: int, *, by_tokens: bool = False) -> str:
     """Return a table of the epochs; consecutive epochs with equal sizes share a line."""
-    lines = [("epoch", "batch size", "rows × microbatches", "samples a step", "steps", "learning rate", "")]
+    lines = [("epoch", "batch size", "rows × microbatches", "samples a step", "steps", "")]
     for _, alike in groupby(epochs, key=lambda sizes: {**vars(sizes), "epoch": None}):
         sizes, *others = alike
         refused = sizes.refused_batch_size
@@ -230,7 +210,6 @@ def schedule_table(epochs: Sequence[EpochSizes], ranks: int, *, by_tokens: bool 
             "by tokens" if by_tokens else f"{sizes.microbatch_rows} × {sizes.microbatches}",
             f"{sizes.samples_per_step * ranks}",
             f"{sizes.steps}",
-            f"× {sizes.lr_factor:.3g}",
             "" if refused is None else f"<- {refused} requested, above the bound",
         )
         lines.append(line)

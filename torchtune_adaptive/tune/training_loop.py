@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from omegaconf import DictConfig
 from torch import nn
+from torchtune import training
 
 from torchtune_adaptive.checkpoints.contents import Contents
 from torchtune_adaptive.checkpoints.loading import build_checkpointer
@@ -31,7 +32,7 @@ from torchtune_adaptive.report.journal import Journal
 from torchtune_adaptive.tune.checked_dataset import max_seq_len_of
 from torchtune_adaptive.tune.data import Data, StepLoader
 from torchtune_adaptive.tune.dealing import Dealer
-from torchtune_adaptive.tune.distributed import free_setup_memory, join, leave, set_cpu_threads
+from torchtune_adaptive.tune.distributed import free_setup_memory, join, leave
 from torchtune_adaptive.tune.images import with_equal_tiles
 from torchtune_adaptive.tune.metrics import Metrics, StepProfiler, record_epoch
 from torchtune_adaptive.tune.optimizer import Optimization
@@ -60,7 +61,8 @@ class Run:
         self.journal = Journal(Path(settings.output_dir) if rank() == 0 else None)
         self.checkpoints = CheckpointManager(settings, self._start, contents, self.devices.device, build)
         self.progress = start_progress(settings, self.devices.ranks)
-        set_cpu_threads(settings)
+        if settings.fsdp_cpu_offload:  # the optimizer runs on the CPU
+            training.set_torch_num_threads()
         self.metrics = Metrics(settings, self.devices.device, self.journal)
 
     def resume(self, checkpoint: State) -> None:
@@ -178,8 +180,7 @@ class TrainingLoop:
         while run.progress.epochs_run < len(self.schedule.epochs):
             sizes = self._sizes = self.schedule.epochs[run.progress.epochs_run]
             self.stages.use_limits(self.schedule.limits_of(self.stages, sizes))
-            record_epoch(run.journal, sizes, self.stages.limits, run.progress, run.devices.ranks)
-            self.optimization.use_lr_factor(sizes.lr_factor)
+            record_epoch(run.journal, sizes.epoch, self.stages.limits, run.progress.step)
             self._validate_if_due()  # the run may have been stopped before a validation that was due
             with run.checkpoints.continue_random_state(run.progress):
                 steps = self.schedule.steps(self.data.loader, sizes, run.progress)

@@ -109,7 +109,7 @@ def trained(case: str, folder: Path) -> tuple[str, str, list[str]]:
         error = raised
         distributed.leave()
     found = store.find_checkpoints(folder / "out")
-    return type(error).__name__, str(error), sorted(each.name for each in found if each.manifest)
+    return type(error).__name__, str(error), sorted(each.path.name for each in found if each.manifest)
 
 
 @pytest.mark.smoke("folder is gone")

@@ -38,7 +38,6 @@ RUN = (
 GROWING = (
     "batch_increase_function=tests.recipes.stopping.test_step_checkpoints.two_more_in_the_second_epoch",
     "adaptive.max_batch_size=16",
-    "adaptive.lr_scaling=sqrt",
     "gradient_accumulation_steps=1",
     "batch_size=6",
 )

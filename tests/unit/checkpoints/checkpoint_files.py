@@ -44,4 +44,4 @@ def save(directory: Path, name: str, serial: int = 0, **options: Any) -> Path:
 
 
 def complete(directory: Path) -> list[str]:
-    return [found.name for found in store.find_checkpoints(directory) if found.manifest]
+    return [found.path.name for found in store.find_checkpoints(directory) if found.manifest]

@@ -161,8 +161,8 @@ def test_pruning_keeps_newest_final_resumed_and_incomplete_checkpoints(
     with mock.patch.multiple(store, find_checkpoints=lambda _: found, remove=removed.append):
         store.prune(Path(), keep_last, f"step_{resumed_from}")
     stays = {f"step_{serial}" for serial, last in enumerate(finished) if last or serial == resumed_from}
-    newest = {each.name for each in found[:-1][:keep_last]}
-    names = {each.name for each in found}
+    newest = {each.path.name for each in found[:-1][:keep_last]}
+    names = {each.path.name for each in found}
     assert {path.name for path in removed} == names - stays - newest - {"epoch_9"}
 
 

@@ -136,7 +136,7 @@ def message(name: str, **keys: Any) -> str:
     [
         ("fails", {"lr": 3}, "TypeError: 3 is no number"),
         ("fails_below", {"lr": 3}, "RuntimeError: An error occurred (TypeError: 3 is no number)"),
-        ("anything", {"lr": 3, "lrr": 4}, "remove it, for example by '~optimizer.lrr' on the command line"),
+        ("anything", {"lr": 3, "lrr": 4}, "got an unexpected keyword argument 'lrr'"),
         ("optimizer", {}, "missing 1 required positional argument: 'lr'"),
         ("builtins.range", {"lr": 3}, "TypeError"),
     ],

@@ -168,7 +168,7 @@ def test_small_probes_and_the_update_are_measured_without_the_limit():
 
 
 def test_retries_during_a_probe_count_as_its_own_and_reject_it():
-    memory, reported = CountingMemory(budget_bytes=1_000_000), list[Peak]()
+    memory = CountingMemory(budget_bytes=1_000_000)
     memory.retries = 7
 
     class Retried(Trained):
@@ -176,11 +176,9 @@ def test_retries_during_a_probe_count_as_its_own_and_reject_it():
             memory.retries += len(samples) > 2
             return super().forward_backward(samples)
 
-    options = {"max_rows": 8, "strategy": "binary", "progress": lambda rows, peak: reported.append(peak)}
-    result = find_max_batch_size(Retried(Shape()).step(), memory=memory, **options)
+    result = find_max_batch_size(Retried(Shape()).step(), memory=memory, max_rows=8, strategy="binary")
     assert result.rows == 2
-    assert [peak.retries for peak in reported] == [0, 0, 1]
-    assert reported == [probe.peak for probe in result.probes]
+    assert [probe.peak.retries for probe in result.probes] == [0, 0, 1]
 
 
 class Checkpointed(nn.Module):
@@ -201,7 +199,7 @@ def test_phases_end_at_the_boundaries_even_with_checkpointing(microbatches: int)
     with PhaseMeter(memory, model, boundaries) as meter:
         for _ in range(microbatches):
             model(torch.ones(2, 4)).sum().backward()
-        meter.begin_update()
+        meter.begin(len(phase_names(boundaries)) - 1)
         meter.end()
     assert phase_names(boundaries) == [
         "layer forward",

@@ -104,7 +104,7 @@ def test_run_ends_at_one_row_that_does_not_fit_and_continues_once_the_caller_has
             runner.run(SAMPLES, step=3)
         assert [each.kind for each in changes] == [RECOVERY] * 4 + [EXHAUSTED]
         last = changes[-1]
-        assert (last.step, last.before, last.after, last.ranks, last.rows, last.length) == (3, 1, 1, (0,), 1, 16)
+        assert (last.step, last.before, last.after, last.ranks) == (3, 1, 1, (0,))
         assert last.reason == caught.value.fact
         meter.cap_bytes = None
         result = runner.run(SAMPLES, step=3)
@@ -127,7 +127,7 @@ def test_error_of_a_forward_only_stage_names_memory_but_not_checkpointing():
             runner.measure_memory(meter if watched else None)
             with pytest.raises(LimitExhaustedError) as caught:
                 runner.run(SAMPLES, step=3)
-        assert bool(re.search(r"\(peak .* budget of 100 B, \d+ B more requested\)", caught.value.fact)) == watched
+        assert bool(re.search(r"\(peak .* budget of 100 B\)", caught.value.fact)) == watched
         expected = [Remedy.SHORTER_SAMPLES, Remedy.MORE_RANKS, *([Remedy.LARGER_BUDGET] if watched else [])]
         assert list(caught.value.remedies) == expected
 
@@ -145,7 +145,7 @@ def test_thrashing_is_detected_in_watched_memory_without_repeating_steps(recover
         assert (result.retries, result.recoveries, result.memory) == (int(step >= 2), 0, (700, 1000))
     changes = [(event.kind, event.step, event.before, event.after) for event in events]
     assert (runner.limit, changes) == ((RowLimit(4), [("thrashing", 3, 8, 4)]) if recovers else (RowLimit(8), []))
-    assert all((event.ranks, event.rows, event.peak_bytes) == ((0,), 8, 700) for event in events)
+    assert all((event.ranks, event.peak_bytes) == ((0,), 700) for event in events)
 
 
 def test_attempt_runs_the_given_microbatches_and_keeps_the_limit():

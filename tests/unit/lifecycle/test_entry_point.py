@@ -4,12 +4,10 @@ import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 
-from torchtune_adaptive.config.keys import AdaptiveConfig
 from torchtune_adaptive.config.remedies import KEYS
 from torchtune_adaptive.errors import (
     AdaptiveError,
@@ -68,34 +66,6 @@ def test_only_oom_outside_recovery_is_reported_with_remedies(recover: bool) -> N
         with pytest.raises(type(error)) as unchanged, entry_point.explain_out_of_memory(recover):
             raise error
         assert unchanged.value is error
-
-
-class EndsWithoutMemory:
-    """A recipe that runs out of memory in its cleanup."""
-
-    run = SimpleNamespace(settings=SimpleNamespace(adaptive=AdaptiveConfig()))
-
-    def __init__(self, cfg: object) -> None: ...
-
-    def setup(self) -> None: ...
-
-    def train(self) -> None:
-        entry_point.THIS_RUN.phase = entry_point.RunPhase.SAVED
-
-    def cleanup(self) -> None:
-        raise torch.OutOfMemoryError("CUDA out of memory")
-
-
-def test_out_of_memory_after_the_last_checkpoint_is_a_warning(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(entry_point.THIS_RUN, "phase", entry_point.RunPhase.SETTING_UP)
-    monkeypatch.setattr(sys, "argv", ["recipe", "--config", "adaptive/demo/full"])
-    entry_point._run(EndsWithoutMemory, [])
-    assert "the run is finished, but its log may be incomplete" in caplog.messages[-1]
-    monkeypatch.setattr(EndsWithoutMemory, "train", lambda _: None)
-    with pytest.raises(RecoveryUnsupportedError, match="out of memory on rank 0"):
-        entry_point._run(EndsWithoutMemory, [])
 
 
 @pytest.mark.parametrize(

@@ -137,7 +137,7 @@ def test_run_killed_at_any_byte_keeps_its_complete_lines_and_appends_whole_ones(
 
 
 def test_event_is_one_line_with_every_known_field(tmp_path: Path) -> None:
-    change = recovery(412, ranks=(3,), length=397, peak_bytes=900, budget_bytes=1000)
+    change = recovery(412, ranks=(3,), peak_bytes=900, budget_bytes=1000)
     Journal(tmp_path).event(change)
     written = json.loads((tmp_path / EVENTS_FILE).read_text(encoding="utf-8"))
     known = {name: value for name, value in asdict(change).items() if value is not None}

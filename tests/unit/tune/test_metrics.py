@@ -1,7 +1,6 @@
 """The record of a run in the recipes, and messages about losses that are nan."""
 
 import math
-from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
@@ -11,45 +10,33 @@ from omegaconf import OmegaConf
 
 from tests.timeline import read_timeline
 from tests.unit.tune.minimal_config import NEEDED
-from torchtune_adaptive.checkpoints.progress import EpochSizes, Progress
+from torchtune_adaptive.checkpoints.progress import EpochSizes
 from torchtune_adaptive.config.keys import Settings
 from torchtune_adaptive.engine.limits import RowLimit
-from torchtune_adaptive.report.journal import EPOCH, SCHEDULE, Journal
+from torchtune_adaptive.report.journal import EPOCH, Journal
 from torchtune_adaptive.tune import metrics
 from torchtune_adaptive.tune.metrics import Metrics, record_epoch
 
-PLANS = tuple(
-    EpochSizes(epoch, 2 + 2 * epoch, 1, 2 + 2 * epoch, 2 + 2 * epoch, 4 - 2 * epoch, 1.0) for epoch in range(2)
-)
 
-
-def progress(step: int) -> Progress:
-    """Progress at the start of the second epoch, or in the middle of it."""
-    begun = Progress(seed=0, epochs_run=1, total_epochs=2, max_steps_per_epoch=None, past=PLANS[:1], ranks=2)
-    return replace(begun, step=step, steps_in_epoch=step - PLANS[0].steps)
-
-
-def test_schedule_is_recorded_once_across_resumes(tmp_path: Path) -> None:
+def test_limit_of_an_epoch_is_recorded_again_after_a_resume(tmp_path: Path) -> None:
     """Kill the run after the second epoch began and resume it there; then again in the middle of the epoch."""
     for steps_done in (0, 4, 5):
         journal = Journal(tmp_path)
         journal.start(steps_done)
         for step in range(steps_done + 1, 4 + 1):
             journal.step(step, {})
-        reached = replace(progress(max(4, steps_done)), current_epoch=PLANS[1] if steps_done == 5 else None)
-        record_epoch(journal, PLANS[1], {"": RowLimit(2)}, reached, ranks=2)
+        record_epoch(journal, 1, {"": RowLimit(2)}, max(4, steps_done))
         for step in range(max(4, steps_done) + 1, 6 + 1):
             journal.step(step, {})
     timeline = read_timeline(tmp_path)
-    assert [event["step"] for event in timeline.events if event["kind"] == SCHEDULE] == [4]
     assert [event["step"] for event in timeline.events if event["kind"] == EPOCH] == [4, 5]
     assert [record["step"] for record in timeline.steps] == [1, 2, 3, 4, 5, 6]
 
 
 def test_each_stage_records_its_limit_at_the_start_of_an_epoch(tmp_path: Path) -> None:
     journal = Journal(tmp_path)
-    record_epoch(journal, PLANS[1], {"reference": RowLimit(8), "policy": RowLimit(2)}, progress(4), ranks=2)
-    record_epoch(journal, PLANS[1], {"": RowLimit(4)}, progress(5), ranks=2)
+    record_epoch(journal, 1, {"reference": RowLimit(8), "policy": RowLimit(2)}, 4)
+    record_epoch(journal, 1, {"": RowLimit(4)}, 5)
     epochs = [event for event in read_timeline(tmp_path).events if event["kind"] == EPOCH]
     assert [(event["step"], event.get("stage"), event["after"]) for event in epochs] == [
         (4, "reference", 8),
@@ -72,7 +59,7 @@ def test_progress_has_speed_padding_and_memory(ours: Metrics, monkeypatch: pytes
     monkeypatch.setattr(metrics, "progress_bar", lambda *_, **__: bar)
     figures = {"skipped_updates": 0, "padding_fraction": 0.123}
     run = {"target_tokens_per_second": 1234.5, "peak_bytes": 2**30, "budget_bytes": 2**31}
-    for step in ours.epoch(PLANS[0], [1]):
+    for step in ours.epoch(EpochSizes(0, 2, 1, 2, 2, 4), [1]):
         ours.log(step, f"loss {step}", figures, run)
     assert shown == ["loss 1, 1,234 tokens/s, 12 % padding, 1.0 GiB of 2.0 GiB"]
 

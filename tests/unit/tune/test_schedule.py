@@ -55,15 +55,15 @@ def plans_of(
 def test_an_epoch_in_progress_keeps_its_samples_per_step_on_fewer_ranks_and_with_less_memory() -> None:
     current_epoch = plans_of(None, epochs=1, batch_size=4, times=2, samples=80)[0]
     progress = progress_of(current_epoch=current_epoch, steps_in_epoch=4, step=4, samples_in_epoch=64, ranks=2)
-    sized = size_run(
+    progress, epochs = size_run(
         settings_of(4, 2), progress, ranks=1, samples_per_rank=160, samples_left_per_rank=96, rows_that_fit=3
     )
-    rest, following = sized.epochs
+    rest, following = epochs
     assert (current_epoch.steps, current_epoch.microbatches, current_epoch.microbatch_rows) == (10, 2, 4)
     assert (rest.samples_per_step, rest.steps, rest.microbatches, rest.microbatch_rows) == (8, 4 + 96 // 8, 3, 3)
     assert following.steps == 160 // 8
-    assert (sized.progress.step, sized.progress.ranks) == (4, 1)
-    assert total_steps(sized.epochs) == 16 + 20
+    assert (progress.step, progress.ranks) == (4, 1)
+    assert total_steps(epochs) == 16 + 20
 
 
 @pytest.mark.parametrize(
@@ -134,12 +134,6 @@ def test_epoch_has_every_whole_step_up_to_the_configured_maximum(
     assert total_steps(plans) == sum(plan.steps for plan in plans)
 
 
-@pytest.mark.parametrize(("scaling", "factors"), [("none", [1, 1]), ("sqrt", [2, 0.5]), ("linear", [4, 0.25])])
-def test_learning_rate_follows_the_growth_since_the_configured_step(scaling: str, factors: list[float]) -> None:
-    plans = plans_of(lambda epoch, size: (16, 1)[epoch] - size, epochs=2, batch_size=4, lr_scaling=scaling)
-    assert [plan.lr_factor for plan in plans] == factors
-
-
 def test_resumed_run_continues_from_its_last_size() -> None:
     whole = plans_of(double_every(2), fits=64)
     for done in range(7):
@@ -172,15 +166,15 @@ def test_invalid_increase_is_an_error_before_training(function: Any, fact: str) 
 
 
 def test_schedule_merges_equal_epochs_and_shows_refused_sizes() -> None:
-    plans = plans_of(double_every(2), batch_size=4, fits=8, samples=1000, lr_scaling="sqrt")
+    plans = plans_of(double_every(2), batch_size=4, fits=8, samples=1000)
     assert schedule_table(plans, ranks=8) == (
         "batch schedule · 6 epochs · 498 steps\n"
-        "  epoch   batch size   rows × microbatches   samples a step   steps   learning rate\n"
-        "  0-1     4            4 × 2                 64               125     × 1\n"
-        "  2-3     8            8 × 2                 128              62      × 1.41\n"
-        "  4       8            8 × 2                 128              62      × 1.41"
-        "          <- 16 requested, above the bound\n"
-        "  5       8            8 × 2                 128              62      × 1.41"
+        "  epoch   batch size   rows × microbatches   samples a step   steps\n"
+        "  0-1     4            4 × 2                 64               125\n"
+        "  2-3     8            8 × 2                 128              62\n"
+        "  4       8            8 × 2                 128              62      "
+        "<- 16 requested, above the bound\n"
+        "  5       8            8 × 2                 128              62"
     )
     assert all("by tokens" in line for line in schedule_table(plans, 2, by_tokens=True).splitlines()[2:])
 
