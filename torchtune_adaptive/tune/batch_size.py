@@ -264,6 +264,7 @@ def _record(
 
 def _measure(measure: Callable[..., Result], step: TrainingStep[Any], kind: TokenKind) -> Result:
     """Collective: call `measure`; add the stage and the sample to its errors."""
+    log_rank_0(f"batch search{' · ' * bool(step.runner.stage)}{step.runner.stage} · measuring trial steps")
     try:
         return measure()
     except OneRowDoesNotFitError as error:
