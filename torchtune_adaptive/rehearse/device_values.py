@@ -178,24 +178,31 @@ class DeviceValues:
         result = kernel.call_boxed(keys, *args)
         if together:
             known |= name in _RECEIVING and all(map(_is_small, written))
-        else:
-            if known and name in ("allgather_", "_allgather_base_"):
-                parts = written if len(written) > 1 else written[0].view(group.size(), -1)
-                received = [each for rank, each in enumerate(parts) if rank != group.rank()]
-            else:
-                differs = any(reduction == each for each in (dist.ReduceOp.MAX, dist.ReduceOp.MIN))
-                differs |= name == "broadcast_" and args[2] != group.rank()
-                received = written if known and differs else []
-            for each in received:
-                self.guesses.received(_on_host(each))
-            for each in written if known and reduction == dist.ReduceOp.SUM else ():
-                _on_host(each).mul_(group.size())
-            if known and name == "alltoall_base_" and not args[3]:  # all ranks send the same data, in equal parts
-                part = _on_host(sent[0]).view(group.size(), -1)[group.rank()]
-                _on_host(written[0]).view(group.size(), -1).copy_(part)
+        elif known:
+            self._write_of_other_ranks(name, args, group, reduction, [_on_host(each) for each in written])
         for each in written if known else ():
             self._note_write(each)
         return result
+
+    def _write_of_other_ranks(
+        self, name: str, args: Any, group: dist.ProcessGroup, reduction: Any, written: list[torch.Tensor]
+    ) -> None:
+        """Write known values as if all ranks had sent the data of this one; random ones may differ from its own."""
+        rank, ranks = group.rank(), group.size()
+        if name in ("allgather_", "_allgather_base_"):
+            parts = written if len(written) > 1 else written[0].view(ranks, -1)
+            received = [part for at, part in enumerate(parts) if at != rank]
+        elif name == "broadcast_":
+            received = written if args[2] != rank else []
+        else:
+            received = written if any(reduction == each for each in (dist.ReduceOp.MAX, dist.ReduceOp.MIN)) else []
+        for each in received:
+            self.guesses.received(each)
+        if reduction == dist.ReduceOp.SUM:
+            for each in written:
+                each.mul_(ranks)
+        if name == "alltoall_base_" and not args[3]:  # in equal parts
+            written[0].view(ranks, -1).copy_(_on_host(args[1]).view(ranks, -1)[rank])
 
     def _track_copy(self, function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         """Wrap a function that copies: record copies to the device, and replace unknown values in copies from it."""
