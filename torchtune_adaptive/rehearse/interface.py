@@ -100,7 +100,7 @@ def _with_random_values(
         spent.append(other.cpu_s)
         read_again.update(other.read_again)
         if other.fits and len(other.steps) > len(found.steps):
-            ends.extend(found.places_read[-1:])
+            ends.append(found.last_read)
         return other if other.compare_to(found) else None
 
     others: dict[str, RehearsalResult] = {}

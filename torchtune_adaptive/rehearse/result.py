@@ -276,6 +276,11 @@ class RehearsalResult:
         """The places where the script has read guessed values, in the order of their first reads."""
         return [at for at in dict.fromkeys(each["at"] for each in self.reads) if at not in (END_OF_STEP, END)]
 
+    @property
+    def last_read(self) -> str:
+        """The place that has read the last guessed value."""
+        return str(next(each["at"] for each in reversed(self.reads) if each["at"] not in (END_OF_STEP, END)))
+
     def reads_before_difference(self, other: RehearsalResult) -> list[str]:
         """Return the places that have read values before another rehearsal differed from this one, the last first."""
         pairs = zip(self.reads, other.reads, strict=False)
