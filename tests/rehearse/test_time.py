@@ -323,6 +323,17 @@ def test_range_in_braces_is_searched(rehearse: Rehearse) -> None:
     assert f"{largest + 1}: does not fit" in answer.printed
 
 
+def test_optimizer_may_be_compiled(rehearse: Rehearse) -> None:
+    script = (
+        LAYERS
+        + "    model.cuda()\n"
+        + TRAINS.replace("optimizer.step()", "torch.compile(optimizer.step, backend='eager')()")
+    )
+    answer = rehearse(script)
+    assert answer.status == 0, answer.printed
+    assert len(answer.found["steps"]) == 4
+
+
 def test_every_step_may_compile(rehearse: Rehearse) -> None:
     """torch's observer of operations corrupts memory if it is replaced while a function is observed."""
     script = """

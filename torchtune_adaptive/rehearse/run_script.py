@@ -224,8 +224,8 @@ def _skip_writes_on_host() -> None:
         skip(where, name, is_large)
     for name in "mul_", "__imul__", "__iadd__":
         skip(torch.Tensor, name, is_offloaded)
-    register_optimizer_step_pre_hook(hide)
-    register_optimizer_step_post_hook(show)
+    register_optimizer_step_pre_hook(torch.compiler.disable(hide))
+    register_optimizer_step_post_hook(torch.compiler.disable(show))
 
 
 def _skip_autotuning() -> None:

@@ -87,8 +87,9 @@ class StepRecorder:
         torch.cuda._lazy_call(
             lambda: torch._C._cuda_attach_out_of_memory_observer(self._out_of_memory)  # type: ignore[attr-defined]
         )
-        register_optimizer_step_pre_hook(self._before_optimizer_step)
-        register_optimizer_step_post_hook(self._after_optimizer_step)
+        # so that Dynamo does not trace them if the script compiles its optimizer's step
+        register_optimizer_step_pre_hook(torch.compiler.disable(self._before_optimizer_step))
+        register_optimizer_step_post_hook(torch.compiler.disable(self._after_optimizer_step))
         HOOKS.record = self.write
         note_batches()
         construct = torch.optim.Optimizer.__init__
