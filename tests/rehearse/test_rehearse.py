@@ -832,24 +832,6 @@ def test_process_that_uses_a_gpu_and_cannot_be_followed_ends_the_rehearsal(
     assert remedy in answer.found["verdict"]
 
 
-def test_notebook_launcher_of_accelerate_is_followed(rehearse: Rehearse) -> None:
-    pytest.importorskip("accelerate")
-    script = """
-        import torch
-        from accelerate import notebook_launcher
-
-        def train():
-            model = torch.nn.Linear(1024, 1024).cuda()
-            optimizer = torch.optim.SGD(model.parameters())
-            model(torch.zeros(8, 1024, device="cuda")).sum().backward()
-            optimizer.step()
-
-        notebook_launcher(train, num_processes=4)
-    """
-    answer = rehearse(script)
-    assert (answer.status, answer.found["ranks"], len(answer.found["steps"])) == (0, 4, 1), answer.printed
-
-
 def test_document_mask_is_computed_from_host_values(rehearse: Rehearse) -> None:
     script = """
         import torch

@@ -297,9 +297,9 @@ def test_script_may_use_the_profiler_itself(rehearse: Rehearse) -> None:
     assert answer.found["time"]["flops"] == FIRST + OTHERS + 4 * 2 * DIM * DIM
 
 
-def test_report_states_time_limit_and_lower_bound(rehearse: Rehearse) -> None:
+def test_report_states_time_and_limit(rehearse: Rehearse) -> None:
     printed = rehearse(PLAIN, "--gpu", "a100", json_format=False).found
-    for line in "time per step on a100", "(estimated: ", "limited by", "lower bound":
+    for line in "time per step on a100", "(estimated: ", "limited by":
         assert line in printed
     assert max(map(len, printed.splitlines())) <= 120
 

@@ -57,16 +57,8 @@ def test_limit_is_the_largest_part(given: Work, limit: str) -> None:
 
 
 def test_matmul_takes_the_time_of_its_flops_at_the_rate_of_its_type() -> None:
-    assert estimate(work(MATMUL), H100).least_seconds == pytest.approx(1e15 / 989e12)
     in_fp32 = estimate(work(MATMUL._replace(kind=FP32)), H100)
     assert in_fp32.seconds / estimate(work(MATMUL), H100).seconds == pytest.approx(989 / 67)
-
-
-def test_time_is_never_below_the_lower_bound() -> None:
-    for card in GPUS.values():
-        assert card.rates
-        time = estimate(work(MATMUL, COPY), card.rates)
-        assert time.range[0] > time.least_seconds > 0
 
 
 def test_measured_times_are_within_the_range_of_the_estimate() -> None:

@@ -131,7 +131,7 @@ class DeviceValues:
         events: Any = torch.cuda.Event
         to_list, to_numpy, elapsed = tensors.tolist, tensors.numpy, events.elapsed_time
         tensors.item = self.guesses.compare_randomly(tensors.item)
-        torch.serialization.add_safe_globals([float])  # a pickled RandomFloat
+        torch.serialization.add_safe_globals([float, int])  # as which random numbers are pickled
         tensors.tolist = lambda tensor: to_list(tensor.cpu())
         tensors.numpy = lambda tensor, *, force=False: to_numpy(tensor.cpu() if force else tensor, force=force)
         events.elapsed_time = lambda event, end: self.guesses.duration(elapsed(event, end))
@@ -383,8 +383,12 @@ class DeviceValues:
         """Select all elements of an unknown mask, because this needs the most memory."""
         if self._source_of(mask) is Source.HOST:
             return _on_host(mask).nonzero().to(mask.device)  # type: ignore[no-any-return]
+        if mask.numel() >= LARGE:
+            return torch.empty((mask.numel(), mask.ndim), dtype=torch.long, device=mask.device)
         selected = torch.ones(mask.shape, dtype=torch.bool)
         self.guesses.values(selected, True)
+        if self.guesses.kept is not None and _is_plain(mask):
+            self._write(mask, selected)  # the backward must select the same elements
         return selected.nonzero().to(mask.device)
 
     def _masked_select(self, tensor: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:

@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.launcher.api as launcher
 import torch.distributed.run
 from torch._C._distributed_c10d import FileStore, GradBucket, HashStore, _register_comm_hook
 from torch.distributed.rendezvous import rendezvous
@@ -81,7 +80,6 @@ class FakeRanks:
         replace_everywhere(dist.broadcast_object_list, self._broadcast_object_list)
         replace_everywhere(torch.distributed.run.run, self._run_torchrun)
         replace_everywhere(sys.modules["torch.multiprocessing.spawn"].start_processes, self._start_processes)
-        replace_everywhere(launcher.elastic_launch, self._elastic_launch)
         # with a fake backend, a mesh would not make LOCAL_RANK's device the current one
         torch.distributed.device_mesh.get_backend = lambda *_: "nccl"  # type: ignore[attr-defined]
         # a fake group cannot gather the statistics of these layers, which are a few numbers
@@ -161,13 +159,6 @@ class FakeRanks:
     def _start_processes(self, function: Any, args: tuple[Any, ...] = (), nprocs: int = 1, *_: Any, **__: Any) -> None:
         self._launch(nprocs)
         function(self._rank % min(self._ranks, ONE_MACHINE), *args)
-
-    def _elastic_launch(self, config: Any, entrypoint: Callable[..., Any]) -> Callable[..., dict[int, Any]]:
-        def start(*args: Any) -> dict[int, Any]:
-            self._launch(config.max_nodes * config.nproc_per_node)
-            return {self._rank: entrypoint(*args)}
-
-        return start
 
 
 def replace_simple_launcher(run: Callable[[Sequence[str]], None]) -> None:

@@ -53,7 +53,7 @@ class Guesses:
         """Called with each place that counts the tokens of experts."""
         self._times = Counter[str]()
         self._drawn: tuple[random.Random, int] | None = None
-        """The source of the last float, if it was random, and how often its place was read."""
+        """The source of the last number, if it was random, and how often its place was read."""
 
     def number(self, usual: float = 0.0) -> float:
         """Return an unknown float."""
@@ -67,13 +67,13 @@ class Guesses:
             return _random_float(*self._drawn)
         return math.nan if self._is_nan(place) else usual
 
-    def compare_randomly(self, read: Callable[[torch.Tensor], float]) -> Callable[[torch.Tensor], float]:
+    def compare_randomly(self, read: Callable[[torch.Tensor], Any]) -> Callable[[torch.Tensor], Any]:
         """Wrap a function that reads a number: if this is random, so are the results of comparing it."""
 
-        def item(tensor: torch.Tensor) -> float:
+        def item(tensor: torch.Tensor) -> Any:
             self._drawn = None
             found = read(tensor)
-            return RandomFloat.new(found, partial(_compare, *self._drawn)) if self._drawn else found
+            return _random_number(found, partial(_compare, *self._drawn)) if self._drawn else found
 
         return item
 
@@ -85,7 +85,12 @@ class Guesses:
 
     def integer(self, usual: int = 0, limits: tuple[int, int] | None = None) -> int:
         """Return an unknown integer: a random one has these limits, of which the second is excluded."""
-        return int(self._choose(usual, partial(_random_integer, limits=limits)))
+
+        def draw(chance: random.Random, times: int) -> int:
+            self._drawn = chance, times
+            return _random_integer(chance, times, limits)
+
+        return int(self._choose(usual, draw))
 
     def condition(self, usual: bool) -> bool:
         """Return the result of a condition on an unknown value.
@@ -182,16 +187,17 @@ class Guesses:
 
 
 def _random_float(chance: random.Random, times: int) -> float:
-    """Return a number: the first two are 2.5, then every second one is a probability, others may be negative."""
+    """Return 2.5, then a larger number, then in turns a probability and a number that may be negative."""
     if times <= 2:
-        return 2.5
+        return (2.5, 10 ** chance.uniform(0.5, 1.2))[times - 1]
     size: float = 10 ** chance.uniform(0, 2)
     return chance.random() if times % 2 else size if times % 4 else -size
 
 
 def _random_condition(chance: random.Random, times: int) -> bool:
-    """Return True more often at odd times, so that several conditions of a step have the same result."""
-    return times == 1 or chance.random() < (0.85 if times % 2 else 0.15)
+    """Return mostly True four times, then mostly False four times, so that several conditions of successive steps have
+    the same result."""
+    return times == 1 or chance.random() < (0.1 if (times - 1) // 4 % 2 else 0.9)
 
 
 def _compare(chance: random.Random, times: int, usual: bool) -> bool:
@@ -206,46 +212,55 @@ def _random_integer(chance: random.Random, times: int, limits: tuple[int, int] |
     """Return an integer within limits. Without limits, it is often a small one, because it may be an index."""
     if limits or times == 1:
         return chance.randrange(*limits) if limits else 1
-    return chance.randint(0, min(times, 8)) if chance.random() < 0.9 else int(10 ** chance.uniform(1, 5))
+    return chance.randint(0, min(times, 8)) if chance.random() < 0.7 else int(10 ** chance.uniform(1, 4))
 
 
 def _generator(chance: random.Random) -> torch.Generator:
     return torch.Generator("cpu").manual_seed(chance.getrandbits(32))
 
 
-class RandomFloat(float):
-    """A random number: results of comparisons are random, too, so that any threshold can be passed.
+class _Random:
+    """A random number: results of comparisons are random, too, so that any threshold is passed. So are those of numbers
+    that are computed from it."""
 
-    Numbers that are computed from it are as well.
-    """
-
-    compare: Callable[[bool], bool]
-
-    @classmethod
-    def new(cls, number: float, compare: Callable[[bool], bool]) -> RandomFloat:
-        """Return a number whose comparisons have the result of `compare`, which gets the real result."""
-        found = cls(number)
-        found.compare = compare
-        return found
+    compare: Callable[[bool], bool] = bool
+    """Returns the result of a comparison, given the real one."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return float, (float(self),)
+        kind: Any = float if isinstance(self, float) else int
+        return kind, (kind(self),)
+
+
+class _RandomFloat(_Random, float):
+    """A float."""
+
+
+class _RandomInteger(_Random, int):
+    """An integer."""
+
+
+def _random_number(number: Any, compare: Callable[[bool], bool]) -> Any:
+    """Return a number whose comparisons have the results of `compare`."""
+    found = (_RandomInteger if isinstance(number, int) else _RandomFloat)(number)
+    found.compare = compare
+    return found
 
 
 def _randomly(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a method of float for RandomFloat."""
+    """Wrap a method of a random number."""
 
-    def call(number: RandomFloat, *args: Any) -> Any:
+    def call(number: Any, *args: Any) -> Any:
         result = function(number, *args)
         if result is True or result is False:
             return number.compare(result)
-        return RandomFloat.new(result, number.compare) if type(result) is float else result
+        return _random_number(result, number.compare) if type(result) in (int, float) else result
 
     return call
 
 
 for _name in "lt", "le", "gt", "ge", "add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv", "neg", "abs":
-    setattr(RandomFloat, f"__{_name}__", _randomly(getattr(float, f"__{_name}__")))
+    setattr(_RandomFloat, f"__{_name}__", _randomly(getattr(float, f"__{_name}__")))
+    setattr(_RandomInteger, f"__{_name}__", _randomly(getattr(int, f"__{_name}__")))
 
 
 def caller() -> FrameType:
@@ -313,7 +328,8 @@ def _condition_at(file: str, line: int) -> ast.If | ast.While | ast.Assert | Non
 def _result_that_continues(at: ast.If | ast.While | ast.Assert | None) -> bool | None:
     """Return the result with which a loop or a function goes on; None if the condition does not only end one, or has
     another branch."""
-    only = at.body[0] if isinstance(at, ast.If) and len(at.body) == 1 and not at.orelse else None
+    only = at.body[-1] if isinstance(at, ast.If) and not at.orelse else None
+    only = only if isinstance(only, ast.Break) or (isinstance(at, ast.If) and len(at.body) == 1) else None
     value = only.value if isinstance(only, ast.Return) else None
     is_plain = isinstance(value, NoneType | ast.Name | ast.Constant)
     ends = isinstance(only, ast.Break | ast.Continue | ast.Return | ast.Raise) and is_plain

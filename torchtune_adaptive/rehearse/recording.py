@@ -31,7 +31,7 @@ _METHODS = {
 """Methods of a process group that communicate."""
 _SIZES_DIFFER = {"alltoall", "alltoall_base", "all_to_all_single", "barrier", "gather", "monitored_barrier", "scatter"}
 """Methods for which ranks may pass tensors of different sizes."""
-_LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")})
+LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")})
 _HERE = (str(Path(null_cuda.__file__).parent), str(Path(__file__).parent))
 _TORCH = (str(Path(torch.__file__).parent) + os.sep, contextlib.__file__, *_HERE, "<")
 MOST_BYTES = 480
@@ -147,4 +147,4 @@ def _file(code: CodeType) -> tuple[str, bool]:
     name = code.co_filename
     if name.startswith(_TORCH) or name.endswith((".pyx", ".pxi")):
         return "", False
-    return os.path.relpath(name) if name.startswith(os.getcwd()) else name, not name.startswith(_LIBRARIES)
+    return os.path.relpath(name) if name.startswith(os.getcwd()) else name, not name.startswith(LIBRARIES)

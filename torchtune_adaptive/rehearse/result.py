@@ -27,8 +27,6 @@ COMPARED = "compared"
 """The file with the result of comparing the calls of all ranks."""
 USUAL, NOT_FINITE = "usual values", "NaN at "
 """Descriptions of rehearsals, besides places with random values."""
-_TICK_S = 0.01
-"""The time of a file can be earlier than that of the process by this much."""
 ENDLESS = 16
 """A place that was read this many times without another seems to be the condition of an endless loop."""
 END_OF_STEP, END = "end of step", "end"
@@ -122,8 +120,8 @@ class RehearsalResult:
     setting: str = ""
     """How a recipe was rehearsed without its data; empty if it had them."""
     tried: list[dict[str, Any]] = field(default_factory=list)
-    """Rehearsals with random values whose memory differs: the place that decides, the verdict, and whether it needs
-    more memory (`higher`); and the one with the usual values, if this is not its result."""
+    """Rehearsals with random values whose memory differs: the place that decides, the verdict, whether it needs more
+    memory (`higher`) or has `failed`; and the one with the usual values, if this is not its result."""
     too_large: str = ""
     """The place that decides a rehearsal with random values that ran out of memory; empty if none did."""
     first_read: float = 0
@@ -163,7 +161,7 @@ class RehearsalResult:
             end=dict(*found["end"][:1]),
             reads=found["read"],
             routing=[*dict.fromkeys(each["place"] for each in found["routing"])],
-            first_read=sum(each["time"] for each in found["first_read"]) - _TICK_S,
+            first_read=sum(each["time"] for each in found["first_read"]) - 0.01,  # times of files are less exact
             read_again={each["place"]: each["path"] for each in found["read_again"]},
             child="".join(each["command"] for each in found["child"][:1]),
             # without data, answers end at once, so the time of a step is unknown
@@ -264,13 +262,6 @@ class RehearsalResult:
         """Return True if this rehearsal had a higher peak of this memory."""
         return self.run_peaks[of] > other.run_peaks[of]
 
-    def _may_need_more_than(self, usual: RehearsalResult) -> bool:
-        """Return True if this rehearsal had a higher peak, or if it read the same values, but allocated more."""
-        if self.answer is None or self.has_higher_peak_than(usual):
-            return self.answer is not None
-        same_reads = [each["at"] for each in self.reads] == [each["at"] for each in usual.reads]
-        return same_reads and self.compare_to(usual) > 0
-
     @property
     def places_read(self) -> list[str]:
         """The places where the script has read guessed values, in the order of their first reads."""
@@ -302,7 +293,8 @@ class RehearsalResult:
                 {
                     "place": place,
                     "verdict": each.verdict().partition("; ")[0],
-                    "higher": each._may_need_more_than(self),
+                    "higher": each.answer is not None and each.compare_to(self) > 0,
+                    "failed": each.answer is None,
                 }
                 for place, each in runs.items()
             ],
@@ -401,7 +393,10 @@ class RehearsalResult:
         recent = {each["at"] for each in self.reads[-ENDLESS:]} - {END}
         if self.out_of_memory and len(recent) == 1 and len(self.reads) >= ENDLESS:  # in a loop
             places += recent
-        return f"; memory depends on a guessed value at {_shortened(places)} (see below)" * bool(places)
+        failed = [each["place"] for each in self.tried if each["failed"]]
+        return f"; memory depends on a guessed value at {_shortened(places)} (see below)" * bool(
+            places
+        ) + f"; the script failed with other values at {_shortened(failed)} (see below)" * bool(failed)
 
     @property
     def _out_of_memory_text(self) -> str:
@@ -425,6 +420,8 @@ class RehearsalResult:
             return why.partition(": ")[2]
         hints = "".join(f" ({hint})" for error, hint in _HINTS.items() if re.search(error, why))
         memory = "; it ran out of memory before (see below)" if self.unresolved_oom else ""
+        if self.places_read:
+            memory += f"; the last guessed value was read at {self.last_read} (to state it: --fixed {self.last_read}=N)"
         return f"the script failed in step {len(self.steps) + 1}{self._at_line}: {why}{hints}{memory}{self._guessed}"
 
     @property
@@ -441,8 +438,7 @@ class RehearsalResult:
             "; the cache was flushed": not self.steps and self.end["flushes"],
             "; no optimizer took a step": not self.steps,
             f"; the cache is flushed in {flushing} of {steps}": flushing,
-            f"; the cache is never flushed ({steps})": self.steps and not flushing and not self.end.get("stopped"),
-            "; the cache is never flushed": self.steps and not flushing and self.end.get("stopped"),
+            f"; the cache is never flushed{f' ({steps})' * (not self.end.get('stopped'))}": self.steps and not flushing,
             f"; the script recovered from {errors}": self.steps and self.caught,
             LARGER.format_map(defaultdict(int, self.later_batch)): self.later_batch,
             self._guessed: True,
@@ -548,7 +544,7 @@ class RehearsalResult:
                 f"{place} reads {path}, which the first rehearsal has written"
                 for place, path in self.read_again.items()
             ),
-            *(f"with {_values_at(place)}: {verdict}" for place, verdict, _ in tried),
+            *(f"with {_values_at(place)}: {verdict}" for place, verdict, *_ in tried),
             *["to state a value: --fixed FILE:LINE=N"] * bool(self.tried),
             *["later steps may need more memory: --steps 0 runs to the end"] * bool(self.end.get("stopped")),
             *self.end.get("notes", ()),

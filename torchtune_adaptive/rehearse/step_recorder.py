@@ -32,7 +32,7 @@ from torchtune_adaptive.null_cuda import used_convolutions, used_memory, used_wo
 from torchtune_adaptive.rehearse.fake_ranks import after_import
 from torchtune_adaptive.rehearse.later_batches import larger_batch, note_batches
 from torchtune_adaptive.rehearse.memory_by_holder import memory_by_holder
-from torchtune_adaptive.rehearse.recording import lines, lines_of
+from torchtune_adaptive.rehearse.recording import LIBRARIES, lines, lines_of
 from torchtune_adaptive.rehearse.result import END, END_OF_STEP, NEEDS_OTHERS
 from torchtune_adaptive.rehearse.start import RankSettings
 from torchtune_adaptive.rehearse.step_trace import RECORDER
@@ -42,6 +42,7 @@ MOST_READS = 20_000
 """Reads that are recorded."""
 _TORCH = str(Path(torch.__file__).parent)
 _HERE = str(Path(__file__).parent)
+_PACKAGE = str(Path(__file__).parents[1])
 _CACHES = re.compile(r"/__pycache__/|/torchinductor_|/\.triton/|^/proc/")
 
 
@@ -133,6 +134,7 @@ class StepRecorder:
             "needs_ranks": _ranks_needed(error),
             "lines": lines_of(reversed([*traceback.walk_tb(error.__traceback__)])) if error else "",
             "by_memory": _is_out_of_memory(error),
+            "checks_for_nan": _script_contains(r"isnan|isinf|isfinite"),
             "idle": idle,
             "stopped": stopped,
             "devices": [{"device": at, **asdict(each)} for at, each in self._run.items() if each.reserved_bytes],
@@ -282,6 +284,13 @@ class StepRecorder:
         if os.getpid() == self._process:
             with suppress(OSError):
                 self._file.write(json.dumps({"kind": kind, **figures}) + "\n")
+
+
+def _script_contains(pattern: str) -> bool:
+    """Return True if the source of the script, or of a module outside of libraries, contains a pattern."""
+    files = {sys.argv[0], *(str(getattr(each, "__file__", "")) for each in [*sys.modules.values()])}
+    own = (Path(each) for each in files if each.endswith(".py") and not each.startswith((_PACKAGE, *LIBRARIES)))
+    return any(re.search(pattern, path.read_text(errors="replace")) for path in own if path.exists())
 
 
 def _total_bytes() -> int:

@@ -87,8 +87,6 @@ class StepTime(NamedTuple):
     """The seconds of each resource. Launches and hidden communication overlap with the others."""
     limit: str
     """The resource that determines the duration."""
-    least_seconds: float
-    """A lower bound: the time at the GPU's peak rates, without communication and launches."""
 
     @property
     def range(self) -> tuple[float, float]:
@@ -108,7 +106,7 @@ COPIES, LAUNCHES = "copies between host and GPU", "kernel launches"
 def estimate(work: Work, rates: Rates) -> StepTime:
     """Estimate a step with this work."""
     parts = dict.fromkeys((COMPUTE, BANDWIDTH, COMMUNICATION, COPIES, LAUNCHES), 0.0)
-    least = hidden = 0.0
+    hidden = 0.0
     for operation, count in work.operations:
         parts[LAUNCHES] += count * LAUNCH_S
         if operation.kind == HOST:
@@ -116,7 +114,6 @@ def estimate(work: Work, rates: Rates) -> StepTime:
             continue
         computing = operation.flops / (getattr(rates, operation.kind) * 1e12) if operation.flops else 0.0
         moving = operation.bytes / (rates.memory * 1e9)
-        least += count * max(computing, moving)
         computing /= (operation.flash and rates.flash_efficiency) or rates.matmul_efficiency
         moving = max(moving / MEMORY_EFFICIENCY, KERNEL_S)
         parts[COMPUTE if computing > moving else BANDWIDTH] += count * max(computing, moving)
@@ -130,7 +127,7 @@ def estimate(work: Work, rates: Rates) -> StepTime:
     largest = max((COMPUTE, BANDWIDTH, COMMUNICATION), key=lambda name: parts[name])
     limit = most if alternatives[most] > busy else largest
     parts[COMMUNICATION] += hidden
-    return StepTime(max(busy, alternatives[most]), parts, limit, least)
+    return StepTime(max(busy, alternatives[most]), parts, limit)
 
 
 def time_lines(time: StepTime, work: Work, gpu: str, ranks: int) -> list[str]:
@@ -145,7 +142,6 @@ def time_lines(time: StepTime, work: Work, gpu: str, ranks: int) -> list[str]:
     others = [name for name in (COMPUTE, BANDWIDTH, COMMUNICATION) if time.parts[name] > 0.05 * time.seconds]
     parts = [time.limit, *(name for name in others if name != time.limit)]
     lines["limited by"] = ", ".join(f"{name} ({seconds_text(time.parts[name])})" for name in parts)
-    lines["lower bound"] = f"{seconds_text(time.least_seconds)} (the same operations at the GPU's peak rates)"
     width = max(map(len, lines)) + 2
     return [f"{name:{width}}{text}" for name, text in lines.items()]
 
