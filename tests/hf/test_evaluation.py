@@ -23,6 +23,8 @@ from torchtune_adaptive.engine.memory import MemoryMeter
 from torchtune_adaptive.engine.ranks import rank as engine_rank
 from torchtune_adaptive.errors import ConfigError, LimitExhaustedError
 from torchtune_adaptive.hf import AdaptiveArguments, AdaptiveMixin, AdaptiveTrainer
+from torchtune_adaptive.hf.evaluation import Evaluator
+from torchtune_adaptive.hf.samples import SAMPLES_KEY, KeepSamples
 
 pytestmark = pytest.mark.timeout(300)
 SAMPLES = Counting(22)  # the last batch of 4 is incomplete
@@ -152,6 +154,22 @@ def test_evaluation_is_split_to_stay_within_the_memory_limit(base: type[Trainer]
     assert limited == pytest.approx(evaluation_only(tmp_path, base=base), rel=1e-6)
 
 
+def test_piece_of_a_batch_with_nested_inputs_has_only_its_rows() -> None:
+    def nested(features: list[dict[str, int]]) -> dict[str, Any]:
+        ids = torch.tensor([each["id"] for each in features])
+        return {"input_ids": ids[:, None], "of_sample": {"weight": ids / 2}, "names": [str(each) for each in features]}
+
+    features = [{"id": number} for number in range(4)]
+    evaluator: Any = Evaluator(None)
+    evaluator._collate = KeepSamples(nested)
+    evaluator._inputs = evaluator._collate(features)
+    evaluator._samples = evaluator._inputs.pop(SAMPLES_KEY).samples
+    piece, expected = evaluator._inputs_of([1, 3]), nested([features[1], features[3]])
+    assert piece["input_ids"].tolist() == expected["input_ids"].tolist()
+    assert piece["of_sample"]["weight"].tolist() == expected["of_sample"]["weight"].tolist()
+    assert piece["names"] == expected["names"]
+
+
 class Classifier(torch.nn.Module):
     """Compares samples with the embeddings of four classes, which are part of the batch, and edits the batch."""
 
@@ -160,10 +178,7 @@ class Classifier(torch.nn.Module):
         torch.manual_seed(0)
         self.embedding = torch.nn.Embedding(256, 8)
 
-    def forward(self, input_ids: Any, scale: Any, classes: Any, of_sample: Any = None) -> dict[str, Any]:
-        if of_sample is not None:
-            assert of_sample["names"] == [str(ids.tolist()) for ids in input_ids]
-            scale = scale.mul_(of_sample["weight"])
+    def forward(self, input_ids: Any, scale: Any, classes: Any) -> dict[str, Any]:
         if len(input_ids) > 2 and self.fails:
             scale /= 25
             raise torch.OutOfMemoryError("no room")
@@ -173,13 +188,10 @@ class Classifier(torch.nn.Module):
     fails = False
 
 
-@pytest.mark.parametrize("nested", [False, True])
-def test_failed_pass_does_not_change_the_batch_and_only_rows_are_sliced(nested: bool, tmp_path: Path) -> None:
+def test_failed_pass_does_not_change_the_batch_and_only_rows_are_sliced(tmp_path: Path) -> None:
     def classified(samples: Any) -> Any:
         ids = torch.tensor([each["input_ids"][:4] for each in samples])
-        batch = {"input_ids": ids, "scale": ids[:, 0].float(), "classes": torch.arange(32.0).view(4, 8)}
-        of_sample = {"names": [str(each.tolist()) for each in ids], "weight": 1 / ids[:, 1]}
-        return {**batch, "of_sample": of_sample} if nested else batch
+        return {"input_ids": ids, "scale": ids[:, 0].float(), "classes": torch.arange(32.0).view(4, 8)}
 
     settings = arguments(tmp_path, per_device_eval_batch_size=4, remove_unused_columns=False)
     options: Any = {"args": settings, "data_collator": classified}
