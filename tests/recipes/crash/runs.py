@@ -45,7 +45,7 @@ EXTRA = {
     "growing": (
         *(f"max_steps_per_epoch={STEPS_PER_EPOCH}", f"dataset.samples={STEPS_PER_EPOCH * 16}"),
         *("batch_increase_function=tests.recipes.finetuning.test_runs.double", "adaptive.max_batch_size=4"),
-        *("adaptive.lr_scaling=sqrt", *DROPOUT),
+        *DROPOUT,
     ),
     "validated": (
         *("run_val_every_n_steps=1", "dataset_val._component_=torchtune_adaptive.demo.dataset.demo_dataset"),
