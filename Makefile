@@ -169,7 +169,6 @@ $(VENV)/torch-%/ready: pyproject.toml constraints.txt | $(READY)
 # leaks; and the tests marked nightly
 soak: $(READY)
 	$(BIN)/python -W ignore -m tests.recipes.long.soak 2>$(VENV)/soak.log || { tail -n 50 $(VENV)/soak.log; exit 1; }
-	$(BIN)/python -W ignore -m tests.recipes.long.endurance 2>$(VENV)/soak.log || { tail -n 50 $(VENV)/soak.log; exit 1; }
 	$(BIN)/python -m $(PYTEST) -m nightly
 
 # hundreds of `kill -9` and signals, full and read-only disks; under 40 minutes on two cores

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from functools import wraps
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -182,24 +182,47 @@ def run(made: Any, here: Path, *adaptive: AdaptiveArguments, data: Any = None, *
     return train(here, *adaptive, arguments=settings, data_collator=collate, **given, **options)
 
 
-PLACEMENTS = pytest.mark.parametrize("sharded", [True, False], ids=["FSDP2", "DDP"])
 ONE_OR_TWO, WITH_TEXTS = (1, 2, 1), (1, 2, 0, 1)
 """Images of samples."""
+LIMITS = {"Qwen2-VL": (80, "3MiB"), "Llava": (40, "1500KiB"), "Whisper": (40, "2300KiB")}
+"""A token budget, and a memory limit that fewer rows than those of a step exceed."""
 
 
-def compare_training(
+class Trained(NamedTuple):
+    recoveries: list[float]
+    difference: float
+    """From stock."""
+    trained: list[float]
+    """How often each sample was trained compared with stock: NaN if stock skipped it."""
+    rows: float
+    """Of a microbatch."""
+    tokens: int
+    """The most of a microbatch."""
+
+
+def compare(
     kind: str, sharded: bool, images: Sequence[int], faults: Sequence[tuple[int, int]], here: Path
-) -> list[tuple[list[float], float, list[float]]]:
-    """Collective: return the recoveries, the difference from stock, and how often each sample was trained compared with
-    stock; without an error, and with these."""
-    made, found = KINDS[kind](), []
+) -> dict[str, Trained]:
+    """Collective: train without an error and with these; and with a token budget and after a search, if each sample has
+    images."""
+    made, found, (budget, memory_limit) = KINDS[kind](), {}, LIMITS[kind]
+    ways: dict[str, tuple[AdaptiveArguments, Sequence[tuple[int, int]]]] = {
+        "same": (AdaptiveArguments(), []),
+        "failed": (AdaptiveArguments(), faults),
+    }
+    if min(images):
+        ways["tokens"] = AdaptiveArguments(token_budget=budget), []
+        ways["searched"] = AdaptiveArguments(use_maximum_batch_size=True, memory_limit=memory_limit), []
     if sharded:
         use_fsdp2(*made.layers)
     stock = run(made, here, data=samples(48, images))
-    for failures in ([], faults):
-        ours = run(made, here, AdaptiveArguments(), data=samples(48, images), faults=failures, failing_rank=1)
-        trained = (ours.weights["trained"] / stock.weights["trained"]).tolist()  # NaN if stock skipped a sample
-        found.append((ours.column("oom_recoveries"), difference(ours, stock, least=1e-3), trained))
+    for way, (adaptive, failures) in ways.items():
+        TOKENS.clear()
+        ours = run(made, here, adaptive, data=samples(48, images), faults=failures, failing_rank=1)
+        trained = (ours.weights["trained"] / stock.weights["trained"]).tolist()
+        rows = ours.log[-1].get("microbatch_rows", 0.0)
+        differs = difference(ours, stock, least=1e-3)
+        found[way] = Trained(ours.column("oom_recoveries"), differs, trained, rows, max(TOKENS))
     return found
 
 
@@ -214,13 +237,16 @@ def compare_training(
 def test_models_for_images_and_speech_train_like_stock(
     kind: str, sharded: bool, images: Sequence[int], faults: Any, recoveries: list[int], tmp_path: Path
 ) -> None:
+    """Limits hold for tokens that the collator adds."""
     given = (kind, sharded, images, faults, tmp_path)
-    found, same = run_on_ranks(2, compare_training, *given, in_group=False, timeout_s=100)
-    assert found == same
-    assert [counted for counted, *_ in found] == [[0, 0, 0], recoveries]
-    for _, differs, trained in found:
-        assert differs < 1e-5
-        assert trained == pytest.approx([1] * 48, rel=1e-4)
+    for found in run_on_ranks(2, compare, *given, in_group=False, timeout_s=200):
+        for way, run in found.items():
+            assert run.recoveries == (recoveries if way == "failed" else [0, 0, 0])
+            assert run.difference < 1e-5
+            assert run.trained == pytest.approx([1] * 48, rel=1e-4)
+        if "tokens" in found:
+            assert LIMITS[kind][0] // 2 < found["tokens"].tokens <= LIMITS[kind][0]
+            assert 1 < found["searched"].rows < 8
 
 
 class InOrder(transformers.Trainer):
@@ -283,37 +309,6 @@ def test_evaluation_that_is_split_gives_each_sample_its_images(tmp_path: Path) -
     counts = stock.label_ids != -100
     assert np.abs(ours.predictions[counts] - stock.predictions[counts]).max() < 1e-5
     assert ours.metrics["test_loss"] == pytest.approx(stock.metrics["test_loss"], rel=1e-5)
-
-
-LIMITS = {"Qwen2-VL": (80, "3MiB"), "Llava": (40, "1500KiB"), "Whisper": (40, "2300KiB")}
-"""A token budget, and a memory limit that fewer rows than those of a step exceed."""
-
-
-def compare_limits(kind: str, sharded: bool, here: Path) -> list[tuple[float, list[float], float, int]]:
-    """Collective: return the difference from stock, the recoveries, the rows and the most tokens of a microbatch; with
-    a token budget and after a search."""
-    made, found = KINDS[kind](), []
-    if sharded:
-        use_fsdp2(*made.layers)
-    stock, (budget, memory_limit) = run(made, here), LIMITS[kind]
-    searched = AdaptiveArguments(use_maximum_batch_size=True, memory_limit=memory_limit)
-    for adaptive in AdaptiveArguments(token_budget=budget), searched:
-        TOKENS.clear()
-        ours = run(made, here, adaptive)
-        rows = ours.log[-1].get("microbatch_rows", 0.0)
-        found.append((difference(ours, stock, least=1e-3), ours.column("oom_recoveries"), rows, max(TOKENS)))
-    return found
-
-
-@PLACEMENTS
-@pytest.mark.parametrize("kind", KINDS)
-def test_limits_hold_for_tokens_that_the_collator_adds(kind: str, sharded: bool, tmp_path: Path) -> None:
-    for found in run_on_ranks(2, compare_limits, kind, sharded, tmp_path, in_group=False, timeout_s=150):
-        (budget_differs, *_, most_tokens), (differs, recoveries, rows, _) = found
-        assert max(budget_differs, differs) < 1e-5
-        assert LIMITS[kind][0] // 2 < most_tokens <= LIMITS[kind][0]
-        assert recoveries == [0, 0, 0]
-        assert 1 < rows < 8
 
 
 def long_texts_and_large_images(here: Path) -> tuple[list[float], list[float]]:

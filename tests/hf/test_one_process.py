@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import random
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -40,9 +39,7 @@ from tests.hf.trainers import (
     difference,
     tiny_llama,
     train,
-    use_fsdp2,
 )
-from tests.ranks import run_on_ranks
 from torchtune_adaptive.errors import (
     ConfigError,
     LimitExhaustedError,
@@ -209,7 +206,10 @@ class ChangesAttributes(Trainer):
 
 
 class KeepsAnAverage(Plain):
-    """A model that assigns a new tensor to a buffer, and counts its calls."""
+    """A model that assigns a new tensor to a buffer, counts its calls, and initializes itself in the first one, which
+    it remembers in an attribute of its class."""
+
+    ready = False
 
     def __init__(self) -> None:
         super().__init__()
@@ -219,7 +219,9 @@ class KeepsAnAverage(Plain):
     def forward(self, input_ids: Any, labels: Any, attention_mask: Any) -> dict[str, Any]:
         loss = super().forward(input_ids, labels, attention_mask)["loss"]
         self.average, self.calls = self.average + 1, self.calls + 1
-        return {"loss": loss * (1 + (self.average > 3)) * (1 + (self.calls > 9))}
+        if not self.ready:
+            self.scale, self.ready = 2.0, True
+        return {"loss": self.scale * loss * (1 + (self.average > 3)) * (1 + (self.calls > 9))}
 
 
 def collate_classes(samples: Sequence[dict[str, Any]]) -> dict[str, torch.Tensor]:
@@ -267,17 +269,6 @@ class ReadsGradients(Trainer):
         self.norms.append(parameter.grad.norm())
 
 
-class LazyModel(Plain):
-    """A model that initializes itself in its first forward, and remembers this in an attribute of its class."""
-
-    ready = False
-
-    def forward(self, input_ids: Any, labels: Any, attention_mask: Any) -> dict[str, Any]:
-        if not self.ready:
-            self.scale, self.ready = 2.0, True
-        return {"loss": super().forward(input_ids, labels, attention_mask)["loss"] * self.scale}
-
-
 def collate_in_place(samples: Any) -> Any:
     longest = max(len(sample["labels"]) for sample in samples)
     for sample in samples:
@@ -289,6 +280,18 @@ def counting_rows(*lengths: int) -> list[dict[str, list[int]]]:
     """Rows of these lengths, with each token in the loss."""
     rows = [[*range(start, start + length)] for start, length in enumerate(lengths, 1)]
     return [{"input_ids": row, "labels": row} for row in rows]
+
+
+class Named(Counting):
+    """A dataset with a column that models ignore."""
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return {**super().__getitem__(index), "name": "a text"}
+
+
+def collate_without_names(samples: Any) -> Any:
+    assert not any("name" in sample for sample in samples)
+    return collate(samples)
 
 
 class EndsEpochs(TrainerCallback):
@@ -334,6 +337,7 @@ SPLIT = {**ONE_BY_ONE, "gradient_accumulation_steps": 4, "max_steps": 4, "remove
 EPOCH = {"num_train_epochs": 1, "max_steps": -1}
 EPOCHS = {"num_train_epochs": 4, "max_steps": -1}
 COMPILED = {"torch_compile": True, "torch_compile_backend": "eager"}
+SEARCHED = AdaptiveArguments(use_maximum_batch_size=True, memory_limit="5MiB")
 FEW_TOKENS, MEASURED = AdaptiveArguments(token_budget=50), AdaptiveArguments(token_budget="auto", memory_limit="5MiB")
 ALONE, SHORT = {"gradient_accumulation_steps": 1}, {"max_steps": 3}
 SOME_ROWS_LABELED = [n % 3 if n % 4 else -100 for n in range(1, 97)]
@@ -353,7 +357,6 @@ CASES = {
     "NEFTune": Case(settings={**SHORT, "neftune_noise_alpha": 5}),
     "hooks that read gradients": Case(lambda: {"base": ReadsGradients}, SHORT, recovers=False),
     "lists padded in place": Case(lambda: {"data_collator": collate_in_place}, SHORT),
-    "lazy attributes": Case(lambda: {"model": LazyModel()}, SHORT),
     "another label for ignored tokens": Case(
         lambda: {"base": OwnPadding, "train_dataset": counting_rows(*[16] * 72)},
         bitwise=False,
@@ -370,6 +373,12 @@ CASES = {
     "late failure, another optimizer": Case(lambda: {"base": Separate}, SPLIT, faults=LATE),
     "late failure, edited inputs": Case(lambda: {"base": EditsInputs, "data_collator": scaled}, SPLIT, faults=LATE),
     "late failure, moved inputs": Case(lambda: {"base": MovesInputs}, SPLIT, faults=LATE),
+    "searched": Case(
+        lambda: {"train_dataset": Named(), "data_collator": collate_without_names},
+        {**ONE_BY_ONE, "max_steps": 2},
+        SEARCHED,
+        rows=[4, 4],
+    ),
     "tokens": Case(adaptive=SOME_TOKENS),
     "tokens, compiled": Case(adaptive=SOME_TOKENS, ours=COMPILED),
     "tokens, a stream": Case(lambda: {"train_dataset": Stream(120)}, adaptive=SOME_TOKENS),
@@ -417,47 +426,6 @@ def test_run_trains_like_stock(name: str, folder: Path, caplog: pytest.LogCaptur
     assert (WITHOUT in caplog.text) != case.recovers
 
 
-def stream_differences(folder: Path, sharded: bool) -> list[float]:
-    """Collective: the differences from stock on a stream that ends within a step, and after a failure in its rest."""
-    if sharded:
-        use_fsdp2()
-    settings = arguments(folder, accelerator_config={"dispatch_batches": False})
-    stream: dict[str, Any] = {"train_dataset": Stream(26), "arguments": settings}
-    theirs = train(folder, **stream)
-    same = train(folder, AS_IT_IS, **stream)
-    failed = train(folder, AS_IT_IS, faults=[(3, 40)], **stream)
-    assert failed.column("oom_recoveries")[-1] == 2
-    return [difference(same, theirs), difference(failed, theirs)]
-
-
-@pytest.mark.parametrize("sharded", [True, False], ids=["FSDP2", "DDP"])
-def test_two_ranks_on_a_stream_that_ends_within_a_step_train_like_stock(sharded: bool, tmp_path: Path) -> None:
-    for differences in run_on_ranks(2, stream_differences, tmp_path, sharded, in_group=False, timeout_s=60):
-        assert max(differences) < 1e-6
-
-
-class Named(Counting):
-    """A dataset with a column that models ignore."""
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        return {**super().__getitem__(index), "name": "a text"}
-
-
-def collate_without_names(samples: Any) -> Any:
-    assert not any("name" in sample for sample in samples)
-    return collate(samples)
-
-
-def test_search_finds_rows_within_the_memory_limit(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    adaptive = AdaptiveArguments(use_maximum_batch_size=True, memory_limit="5MiB")
-    options = {**ONE_BY_ONE, "max_steps": 2}
-    data = {"train_dataset": Named(), "data_collator": collate_without_names}
-    ours = train(folder, adaptive, **data, arguments=arguments(folder, **options))
-    assert re.search(r"\n  4 +3\.\d MiB +6\d %", capsys.readouterr().out)
-    assert ours.column("microbatch_rows") == [4] * len(ours.log)
-    assert difference(ours, stock(folder, **options)) < 1e-6
-
-
 @pytest.mark.parametrize("lengths", [(20, 30), (30, 30)], ids=["padding", "no padding"])
 def test_probes_have_padding_if_batches_have_it(folder: Path, lengths: tuple[int, int]) -> None:
     padding: list[bool] = []
@@ -468,16 +436,14 @@ def test_probes_have_padding_if_batches_have_it(folder: Path, lengths: tuple[int
                 padding.append(not inputs["attention_mask"].all())
             return super().compute_loss(model, inputs, *args, **kwargs)
 
-    adaptive = AdaptiveArguments(use_maximum_batch_size=True, memory_limit="5MiB")
     options = arguments(folder, max_steps=1, gradient_accumulation_steps=1)
-    train(folder, adaptive, base=Records, train_dataset=counting_rows(*lengths * 12), arguments=options)
+    train(folder, SEARCHED, base=Records, train_dataset=counting_rows(*lengths * 12), arguments=options)
     assert len(padding) > 1
     assert set(padding) == {len(set(lengths)) > 1}
 
 
 def test_measured_token_budget_trains_like_stock(folder: Path) -> None:
-    adaptive = AdaptiveArguments(token_budget="auto", memory_limit="5MiB")
-    ours = train(folder, adaptive, arguments=arguments(folder, max_steps=2))
+    ours = train(folder, MEASURED, arguments=arguments(folder, max_steps=2))
     assert 4 * LONGEST < ours.column("microbatch_tokens")[0] < 8 * LONGEST
     assert ours.column("oom_recoveries") == [0, 0]
     assert difference(ours, stock(folder, max_steps=2)) < 1e-6
@@ -735,14 +701,6 @@ def test_dispatched_batches_are_refused(folder: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(type(trainer.accelerator), "num_processes", 2)
     with pytest.raises(ConfigError, match="'dispatch_batches': False"):
         trainer.get_train_dataloader()
-
-
-def test_adaptive_makes_any_trainer_adaptive_in_one_line(folder: Path) -> None:
-    options: dict[str, Any] = {"train_dataset": Counting(), "data_collator": collate}
-    trainer = adaptive(Trainer)(tiny_llama(), arguments(folder, max_steps=1), adaptive=AS_IT_IS, **options)
-    trainer.train()
-    assert type(trainer).__name__ == "AdaptiveTrainer"
-    assert trainer.state.log_history[0]["microbatch_rows"] == 4
 
 
 def test_adaptive_takes_arguments_for_trainers_that_other_code_constructs(folder: Path) -> None:

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import os
-import re
 import signal
-import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 
@@ -20,7 +18,7 @@ from transformers import Trainer
 
 from tests.distributed.faults.scenarios import SCENARIOS
 from tests.distributed.faults.sweeps import sweep
-from tests.forked_commands import run_forked
+from tests.hf.test_one_process import Stream
 from tests.hf.trainers import (
     Counting,
     arguments,
@@ -36,57 +34,11 @@ from torchtune_adaptive.errors import RecoveryUnsupportedError
 from torchtune_adaptive.hf import AdaptiveArguments
 
 pytestmark = pytest.mark.timeout(600)
-ROOT = Path(__file__).parents[2]
-
-
-class Ended(NamedTuple):
-    """The result of a run."""
-
-    difference: float
-    """Largest difference from stock."""
-    recoveries: float
-    rows: float | None
-    """Rows of a microbatch."""
-
-
-def train_all(sharded: bool, here: Path) -> dict[str, Ended]:
-    """Collective: as it is, by tokens, after a search, after a failure of rank 1, the same with activations
-    checkpointed, evaluations and a save, and resumed from that. DDP's model is compiled where it fails."""
-    if sharded:
-        use_fsdp2()
-    stock = train(here, arguments=arguments(here, max_steps=3))
-    fails: dict[str, Any] = {"faults": [(2, 40)], "failing_rank": 1}
-    saves = {"save_strategy": "steps", "save_steps": 2, "eval_strategy": "steps", "eval_steps": 1}
-    compiled = {"torch_compile": True, "torch_compile_backend": "eager"}
-    checkpointed = {"gradient_checkpointing": True, **saves}
-    ways: dict[str, tuple[AdaptiveArguments, dict[str, Any], dict[str, Any]]] = {
-        "same": (AdaptiveArguments(), {}, {}),
-        "tokens": (AdaptiveArguments(token_budget=100), {}, {}),
-        "searched": (AdaptiveArguments(use_maximum_batch_size=True, memory_limit="5MiB"), {}, {}),
-        "failed": (AdaptiveArguments(), {} if sharded else compiled, fails),
-        "saved": (AdaptiveArguments(), checkpointed, {**fails, "eval_dataset": Counting(8)}),
-        "resumed": (AdaptiveArguments(), {}, {"resume": str(here / "checkpoint-2")}),
-    }
-    ended = {}
-    for way, (adaptive, settings, options) in ways.items():
-        run = train(here, adaptive, arguments=arguments(here, max_steps=3, **settings), **options)
-        last = run.log[-1]
-        ended[way] = Ended(difference(run, stock), last["oom_recoveries"], last.get("microbatch_rows"))
-    return ended
-
-
-@pytest.mark.smoke("FSDP2")
-@pytest.mark.parametrize("sharded", [True, False], ids=["FSDP2", "DDP"])
-def test_two_ranks_train_like_stock_however_steps_are_split(sharded: bool, tmp_path: Path) -> None:
-    ended, same = run_on_ranks(2, train_all, sharded, tmp_path, in_group=False, timeout_s=100)
-    assert ended == same
-    assert max(run.difference for run in ended.values()) < 1e-6, ended
-    assert [way for way, run in ended.items() if (run.recoveries, run.rows) == (1, 2)] == ["failed", "saved", "resumed"]
 
 
 def train_communicating(sharded: bool, here: Path) -> dict[str, float]:
-    """Collective: the differences from stock if compute_loss gathers a factor or the number of labels, and with a
-    buffer that the forward updates."""
+    """Collective: the differences from stock if compute_loss gathers a factor or the number of labels, with a buffer
+    that the forward updates, and on a stream that ends within a step and runs out of memory in its rest."""
 
     def gathers(trainer: Any, loss: Any) -> Any:
         factor = torch.tensor(1.0 + trainer.args.process_index)
@@ -115,15 +67,20 @@ def train_communicating(sharded: bool, here: Path) -> dict[str, float]:
         "gathers": lambda: {"base": changing_loss(gathers)},
         "global mean": lambda: {"base": GlobalMean},
         "buffer": lambda: {"model": counting()},
+        "stream": lambda: {"train_dataset": Stream(26)},
+        "stream, failure": lambda: {"train_dataset": Stream(26), "faults": [(3, 40)]},
     }
     if sharded:
         use_fsdp2()
         del cases["buffer"]
-    settings = arguments(here, max_steps=3, gradient_accumulation_steps=2, remove_unused_columns=False)
+    plain = arguments(here, max_steps=3, gradient_accumulation_steps=2, remove_unused_columns=False)
+    undispatched = arguments(here, accelerator_config={"dispatch_batches": False})
     found = {}
     for name, case in cases.items():
+        settings = undispatched if name.startswith("stream") else plain
         ours, stock = (train(here, each, **case(), arguments=settings) for each in (AdaptiveArguments(), None))
         found[name] = difference(ours, stock)
+        assert ours.column("oom_recoveries")[-1] == 2 * ("failure" in name), "one in the rest, one in its step"
     return found
 
 
@@ -211,7 +168,11 @@ def test_failure_at_any_operation_of_a_step_does_not_change_training(name: str, 
     assert found.injected > 15
 
 
-def train_until_rank_1_is_killed(here: Path) -> None:
+CHECKPOINTED = {"gradient_checkpointing": True, "eval_strategy": "steps", "eval_steps": 1}
+COMPILED = {"torch_compile": True, "torch_compile_backend": "eager"}
+
+
+def train_until_rank_1_is_killed(sharded: bool, here: Path) -> None:
     """Collective: kills rank 1 in the backward of the fifth step, after a failure and a checkpoint."""
 
     def is_killed(trainer: Any, loss: Any) -> Any:
@@ -219,48 +180,29 @@ def train_until_rank_1_is_killed(here: Path) -> None:
             loss.register_hook(lambda _: os.kill(os.getpid(), signal.SIGKILL))
         return loss
 
-    use_fsdp2()
-    settings = arguments(here, save_strategy="steps", save_steps=3)
-    train(
-        here, AdaptiveArguments(), base=changing_loss(is_killed), faults=[(2, 40)], failing_rank=1, arguments=settings
-    )
+    if sharded:
+        use_fsdp2()
+    settings = arguments(here, save_strategy="steps", save_steps=3, **(CHECKPOINTED if sharded else COMPILED))
+    options: dict[str, Any] = {"faults": [(2, 40)], "failing_rank": 1, "eval_dataset": Counting(8)}
+    train(here, AdaptiveArguments(), base=changing_loss(is_killed), arguments=settings, **options)
 
 
-def resume_and_compare(here: Path) -> tuple[float, list[float]]:
-    """Collective: the difference from an undisturbed stock run, and the microbatches of each step."""
-    use_fsdp2()
+def resume_and_compare(sharded: bool, here: Path) -> tuple[float, list[float], float]:
+    """Collective: the difference from an undisturbed stock run, the microbatches of each step, and all recoveries."""
+    if sharded:
+        use_fsdp2()
     resumed = train(here, AdaptiveArguments(), resume=str(here / "checkpoint-3"), arguments=arguments(here))
-    return difference(resumed, train(here, arguments=arguments(here))), resumed.column("microbatch_rows")
+    differs = difference(resumed, train(here, arguments=arguments(here)))
+    return differs, resumed.column("microbatch_rows"), resumed.column("oom_recoveries")[-1]
 
 
-def test_run_whose_rank_1_was_killed_resumes_like_stock(tmp_path: Path) -> None:
-    with pytest.raises(RankFailed):
-        run_on_ranks(2, train_until_rank_1_is_killed, tmp_path, in_group=False, timeout_s=60)
-    for differs, rows in run_on_ranks(2, resume_and_compare, tmp_path, in_group=False, timeout_s=60):
+@pytest.mark.smoke("FSDP2")
+@pytest.mark.parametrize("sharded", [True, False], ids=["FSDP2", "DDP"])
+def test_run_whose_rank_1_was_killed_resumes_like_stock(sharded: bool, tmp_path: Path) -> None:
+    with pytest.raises(RankFailed, match="SIGKILL"):
+        run_on_ranks(2, train_until_rank_1_is_killed, sharded, tmp_path, in_group=False, timeout_s=60)
+    for differs, rows, recoveries in run_on_ranks(
+        2, resume_and_compare, sharded, tmp_path, in_group=False, timeout_s=60
+    ):
         assert differs < 1e-6
-        assert rows == [4, 2, 2, 2, 2, 2]
-
-
-TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-ACCELERATE = ["-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes=2", "--main_process_port=0"]
-
-
-@pytest.mark.parametrize(
-    ("launcher", "example"),
-    [
-        (TORCHRUN, ["examples/transformers_trainer.py", "--memory_limit", "5MiB"]),
-        (ACCELERATE, ["examples/transformers_trainer.py", "--memory_limit", "5MiB"]),
-        (TORCHRUN, ["examples/transformers_trainer.py", "--memory_limit", "5MiB", "--fsdp2"]),
-        (TORCHRUN, ["examples/sft_trl.py", "--memory_limit", "24MiB"]),
-    ],
-    ids=["torchrun", "accelerate launch", "FSDP2 without accelerate", "TRL"],
-)
-def test_examples_recover_from_running_out_of_memory(launcher: list[str], example: list[str]) -> None:
-    if example[0] == "examples/sft_trl.py":
-        pytest.importorskip("trl")
-    run = run_forked([sys.executable, *launcher, *example], cwd=ROOT, timeout_s=120)
-    assert run.status == 0, run.output
-    assert "microbatch 16 -> 8 rows, step repeated" in run.output
-    losses = [float(loss) for loss in re.findall(r"'loss': '?(\d+\.\d+)", run.output)]
-    assert len(losses) == 3
-    assert losses[-1] < losses[0]
+        assert (rows, recoveries) == ([4, 2, 2, 2, 2, 2], 1)

@@ -5,6 +5,7 @@ TRL's are compared where TRL is installed, LoRA where PEFT works: it refuses the
 
 from __future__ import annotations
 
+import re
 import tempfile
 from functools import partial
 from pathlib import Path
@@ -15,12 +16,15 @@ import pytest
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
+from tests.captured_logs import captured_log
 from tests.hf.test_evaluation import out_of_memory
-from tests.hf.trainers import RANKS, arguments, difference, of_metrics, tiny_llama, train, trl_options, use_fsdp2
+from tests.hf.trainers import RANKS, Run, arguments, difference, of_metrics, tiny_llama, train, trl_options, use_fsdp2
 from tests.ranks import RankFailed, run_on_ranks
+from torchtune_adaptive.engine.ranks import from_all_ranks
+from torchtune_adaptive.errors import AdaptiveError
 from torchtune_adaptive.hf import AdaptiveArguments, adaptive
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = pytest.mark.timeout(1800)
 STEPS = 20
 WAYS: dict[str, tuple[AdaptiveArguments, list[tuple[int, int]]]] = {
     "same": (AdaptiveArguments(), []),
@@ -101,6 +105,7 @@ CELLS: list[tuple[str, bool, dict[str, Any], str]] = [
 ]
 
 
+@pytest.mark.smoke("Trainer-whole-FSDP2")
 @pytest.mark.parametrize(
     ("trainer", "lora", "options", "placement"),
     CELLS,
@@ -155,3 +160,72 @@ def test_evaluation_that_runs_out_of_memory_gives_the_loss_of_stock(trainer: str
     *_, (stock, ours, failed) = run_on_ranks(2, evaluation_losses, trainer, placement, in_group=False, timeout_s=100)
     assert failed
     assert abs(ours / stock - 1) < 1e-6
+
+
+GENERATES: dict[str, Any] = {"max_completion_length": 6, "top_k": 1}
+TURNS = ["messages", "answers"]
+OF_TRL: dict[str, tuple[str, list[str], dict[str, Any]]] = {
+    "KTOTrainer in one process": ("trl", ["prompt", "completion"], SFT),
+    "KTOTrainer on several ranks": ("trl", ["prompt", "completion"], SFT),
+    "DistillationTrainer": ("trl", ["prompt"], GENERATES),
+    "CPOTrainer": ("trl.experimental.cpo", ["prompt", "chosen", "rejected"], SFT),
+    "ORPOTrainer": ("trl.experimental.orpo", ["prompt", "chosen", "rejected"], SFT),
+    "TPOTrainer": ("trl.experimental.tpo", ["prompt", "chosen", "rejected", "reference"], SFT),
+    "GKDTrainer": ("trl.experimental.gkd", TURNS, {**SFT, "lmbda": 0.0, "max_new_tokens": 6}),
+    "GKDTrainer on-policy": ("trl.experimental.gkd", TURNS, {**SFT, "lmbda": 1.0, "max_new_tokens": 6}),
+    "IWOPDTrainer": ("trl.experimental.iw_opd", TURNS, {**SFT, "max_completion_length": 6}),
+    "OnlineDPOTrainer": ("trl.experimental.online_dpo", ["prompt"], {"max_new_tokens": 6}),
+    "GMPOTrainer": ("trl.experimental.gmpo", ["prompt"], {**GENERATES, "num_generations": 4}),
+    "A2POTrainer": ("trl.experimental.a2po", ["prompt"], {"max_completion_length": 6, "num_value_samples": 2}),
+    "SDFTTrainer": ("trl.experimental.sdft", ["prompt", "privileged_context"], GENERATES),
+    "SDPOTrainer": ("trl.experimental.sdpo", ["prompt"], {**GENERATES, "num_generations": 4}),
+}
+
+
+def names_for(placement: str) -> list[str]:
+    other = "on several ranks" if placement == "one process" else "in one process"
+    return [name for name in OF_TRL if not name.endswith(other)]
+
+
+def outcome(name: str, folder: Path, placement: str) -> str:
+    """Collective: train with stock, and with the mixin, which later runs out of memory in two steps."""
+    module, columns, settings = OF_TRL[name]
+    settings = {"max_steps": 4, "gradient_accumulation_steps": 2, **settings}
+
+    def run(*adaptive: AdaptiveArguments, **faults: Any) -> Run:
+        given = trl_options(name.split()[0], folder, module=module, columns=columns, **settings)
+        return train(folder, *adaptive, **given, **faults)
+
+    with captured_log("torchtune_adaptive") as lines:
+        stock = run()
+        try:
+            healthy = run(AdaptiveArguments())
+        except AdaptiveError as error:
+            known = "does not call super", "one row per completion", "KTO's default loss on several ranks"
+            return "refused" if any(each in str(error) for each in known) else str(error)
+        assert difference(healthy, stock, least=1.0) < 1e-5, name
+        if any("without recovery" in line for line in from_all_ranks(lines)[0]):
+            return "without recovery"
+        failed = run(AdaptiveArguments(), faults=[(2, 60), (3, 100)], failing_rank=RANKS[placement] - 1)
+        assert difference(failed, stock, least=1.0) < 1e-5, name
+        assert failed.log[-1]["oom_recoveries"] == 2, name
+        return "recovers"
+
+
+def outcomes(placement: str) -> dict[str, str]:
+    """Collective."""
+    with tempfile.TemporaryDirectory() as folder:
+        return {name: outcome(name, Path(folder), placement) for name in names_for(placement)}
+
+
+@pytest.mark.parametrize("placement", ["one process", "DDP"])
+def test_each_trainer_has_the_result_of_the_table(placement: str) -> None:
+    """The table of docs/huggingface.md."""
+    pytest.importorskip("trl")
+    page = (Path(__file__).parents[2] / "docs/huggingface.md").read_text().partition("## Other trainers of TRL")[2]
+    table = {
+        name + more: result for name, more, result in re.findall(r"^\| `(\w+)`([ \w-]*?) \| ([\w ]+) \|", page, re.M)
+    }
+    assert table.keys() == OF_TRL.keys()
+    for found in run_on_ranks(RANKS[placement], outcomes, placement, in_group=False, timeout_s=300):
+        assert found == {name: table[name] for name in names_for(placement)}

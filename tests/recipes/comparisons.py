@@ -17,10 +17,10 @@ from torchtune.modules.peft import LoRALinear
 
 from tests.captured_logs import captured_log
 from tests.ranks import run_on_ranks
-from tests.recipes.interrupted_runs import train_until
+from tests.recipes.long.memory_pressure import stages_of
 from tests.recipes.ppo.rollouts import run_stock_ppo
 from tests.recipes.recorders import assert_same_figures, read_log
-from tests.recipes.running import RELATIVE, demo_config, load_ours, run_ours, run_stock
+from tests.recipes.running import RELATIVE, demo_config, load_ours, run_ours, run_stock, train_until
 from tests.timeline import read_timeline
 from torchtune_adaptive.checkpoints.store import MANIFEST_FILE
 from torchtune_adaptive.rl.ppo import VALUE_FOLDER
@@ -33,13 +33,13 @@ class Run(NamedTuple):
     like: str = STOCK
     """The run with the same figures and weights; empty: none."""
     first: tuple[str, ...] | None = None
-    """Overrides of a first start, which ends before the second epoch."""
+    """Overrides of a first start, which ends before the last stage of the step `stop_at` of the group."""
     by_stock: bool = False
     """torchtune's recipe trains."""
     ranks: int | None = None
     """If it differs from the group's."""
     prepare: Callable[[Any], object] = bool
-    """Called with our recipe before training."""
+    """Called with our recipe before training; with that of the first start, if there is one."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +55,7 @@ class Group:
     compares_weights: bool = True
     stock_adds_ranks: bool = False
     """torchtune's LoRA recipe for pairs logs the sum of the losses of all ranks."""
+    stop_at: int = 0
     config: Callable[..., Any] | None = None
     """Return the config from folder and overrides; by default `demo_config` of the kind."""
 
@@ -82,7 +83,7 @@ class Finished(NamedTuple):
 
     def weights(self) -> dict[str, torch.Tensor]:
         """Load the weights of the last epoch, of PPO's value model too."""
-        last = max((self.folder / "out").glob("epoch_*"))
+        last = max((self.folder / "out").glob("epoch_*"), key=lambda epoch: int(epoch.name.rpartition("_")[2]))
         found: dict[str, torch.Tensor] = {}
         for file in last.rglob("model-00001-of-00001.bin"):
             weights = torch.load(file, weights_only=True)
@@ -133,12 +134,13 @@ def run_one(group: Group, name: str, folder: Path) -> None:
         if run.first is not None:
             recipe = load_ours(group.kind)(config(run.first))
             recipe.setup()
-            train_until(recipe, recipe.runner, recipe.loop.schedule.epochs[0].steps + 1)
+            run.prepare(recipe)
+            train_until(recipe, [*stages_of(recipe).values()][-1], group.stop_at)
         if run.by_stock:
             cfg = config(run.overrides)
             run_stock_ppo(cfg) if group.kind == "full_ppo" else run_stock(group.kind, cfg)
         else:
-            run_ours(group.kind, config(run.overrides), run.prepare)
+            run_ours(group.kind, config(run.overrides), run.prepare if run.first is None else bool)
     (folder / f"lines{os.environ['RANK']}.json").write_text(json.dumps(lines))
 
 

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from omegaconf import DictConfig
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torchao.optim import AdamW8bit
 
 from torchtune_adaptive.report.journal import EVENTS_FILE
 
@@ -52,6 +53,10 @@ class NormSGD(torch.optim.SGD):
             with open(self._norms, "a", encoding="utf-8") as file:
                 file.write(f"{math.sqrt(squares)}\n")
         return super().step(closure)
+
+
+def eight_bit(parameters: Iterable[nn.Parameter], lr: float, **_: Any) -> torch.optim.Optimizer:
+    return AdamW8bit(parameters, lr=lr)
 
 
 def read_log(path: Path) -> list[dict[str, float]]:

@@ -33,7 +33,9 @@ OURS = {
     "full_dpo": ("adaptive_full_dpo_distributed", "AdaptiveFullDPODistributed"),
     "lora_dpo": ("adaptive_lora_dpo_distributed", "AdaptiveLoraDPODistributed"),
     "full_ppo": ("adaptive_ppo_full_finetune_distributed", "AdaptivePPOFullFinetuneDistributed"),
+    "distillation": ("examples.recipes.distill", "Distillation"),
 }
+"""Recipes of this package, and an example of a custom one."""
 DEMO = {"full_dpo": "dpo"}
 """Names of demo configs that differ from the kind."""
 SGD = ("optimizer._component_=torch.optim.SGD", "optimizer.lr=0.1", "optimizer.momentum=0.9", "optimizer.fused=False")
@@ -105,6 +107,29 @@ def run_ours(kind: str, cfg: DictConfig, prepare: Callable[[Any], object] = bool
     recipe.train()
     recipe.cleanup()
     return recipe
+
+
+class _Stopped(Exception):
+    pass
+
+
+def train_until(recipe: Any, runner: Any, stop_before: int | None) -> None:
+    """Collective: train our recipe to the end, or until this runner would run step `stop_before`, like a job queue."""
+    run = runner.run
+
+    def run_or_stop(samples: Sequence[Any], *, step: int, **options: Any) -> Any:
+        if step == stop_before:
+            raise _Stopped
+        return run(samples, step=step, **options)
+
+    runner.run = run_or_stop
+    try:
+        recipe.train()
+        recipe.cleanup()
+    except _Stopped:
+        distributed.leave()
+    else:
+        assert stop_before is None
 
 
 def start_in_process(kind: str, *arguments: str, train: bool = False) -> None:
@@ -195,14 +220,6 @@ def stock_on_cpu() -> Iterator[None]:
         mock.patch("torch.distributed.all_reduce", partial(reduce_without_graph, dist.all_reduce)),
     ):
         yield
-
-
-def saved_weights(folder: Path, epoch: int = 0) -> dict[str, torch.Tensor]:
-    """Load the weights saved by a finished run."""
-    loaded: dict[str, torch.Tensor] = torch.load(
-        folder / "out" / f"epoch_{epoch}" / "model-00001-of-00001.bin", weights_only=True
-    )
-    return loaded
 
 
 def run_command(command: Sequence[str], *, cwd: Path, timeout_s: float) -> Ended:

@@ -98,7 +98,7 @@ def write_checkpoint(cfg: DictConfig) -> None:
         model = config.instantiate(cfg.model)
     adapter = get_adapter_params(model)
     weights = {key: opened(weight) for key, weight in model.state_dict().items() if key not in adapter}
-    (directory / "config.json").write_text(json.dumps(_huggingface_config(builds)))
+    (directory / "config.json").write_text(json.dumps(_huggingface_config(builds or [cfg.model])))
     names = file_names(cfg)
     for name in names:
         path = directory / name

@@ -25,17 +25,12 @@ from torchtune._recipe_registry import get_all_recipes
 from torchtune.data import Message
 
 from tests.ranks import run_on_ranks
-from tests.recipes.running import run_ours
+from tests.recipes.running import STOCK_CLASSES, run_ours
 from tests.recipes.shrunk_models import IMAGE_SIZE, MAX_TILES, shrunk_models, write_checkpoint
 from torchtune_adaptive.demo.dataset import demo_row
 from torchtune_adaptive.demo.tokenizer import VOCAB_SIZE, DemoTokenizer
 
-RECIPES = {
-    "full_finetune_distributed": "full",
-    "lora_finetune_distributed": "lora",
-    "full_dpo_distributed": "full_dpo",
-    "lora_dpo_distributed": "lora_dpo",
-}
+RECIPES = {recipe: kind for kind, (recipe, _) in STOCK_CLASSES.items()}
 """torchtune's recipes and our kinds."""
 BYTES_PER_TOKEN = 4
 # more rows than fit into a pack

@@ -231,12 +231,10 @@ class _Random:
         return kind, (kind(self),)
 
 
-class _RandomFloat(_Random, float):
-    """A float."""
+class _RandomFloat(_Random, float): ...
 
 
-class _RandomInteger(_Random, int):
-    """An integer."""
+class _RandomInteger(_Random, int): ...
 
 
 def _random_number(number: Any, compare: Callable[[bool], bool]) -> Any:

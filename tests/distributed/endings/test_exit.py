@@ -1,15 +1,11 @@
 """A process that trained on CPUs, or had already finished training, exits with status 0."""
 
-import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests.ranks import PATIENCE
-
-ROOT = Path(__file__).parents[3]
+from tests.recipes.running import run_command
 
 BUSY_GLOO = '''
 import sys
@@ -76,11 +72,5 @@ def test_process_exits_with_status_0_while_gloo_holds_tensors(tmp_path: Path, wh
     program.write_text(BUSY_GLOO + what)
     config.write_text("output_dir: nowhere\n")
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    ended = subprocess.run(
-        [*launcher, str(program), "--config", str(config)],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=120 * PATIENCE,
-    )
-    assert ended.returncode == 0, ended.stderr
+    ended = run_command([*launcher, str(program), "--config", str(config)], cwd=tmp_path, timeout_s=120)
+    assert ended.status == 0, ended.output

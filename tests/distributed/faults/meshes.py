@@ -209,20 +209,9 @@ class LocalExperts(nn.Module):
         return states + result.view_as(states)
 
 
-class Drawing(nn.Linear):
-    """Keeps the features that it draws."""
-
-    def __init__(self) -> None:
-        super().__init__(DIM, DIM)
-
-    def forward(self, states: Tensor) -> Tensor:
-        scores = super().forward(states)
-        drawn = torch.multinomial(torch.softmax(scores, -1).flatten(0, -2), DIM // 2, replacement=True)
-        return scores * torch.zeros_like(scores).scatter(-1, drawn.view(*scores.shape[:-1], -1), 1.0)
-
-
-class LookingUp(nn.Linear):
-    """Adds a row of a table, chosen by a score and by the distance between two vectors of length 1."""
+class ValuesMatter(nn.Linear):
+    """Refuses infinite scores, keeps the features that it draws, and adds a row of a table, chosen by the distance
+    between two vectors of length 1."""
 
     def __init__(self) -> None:
         super().__init__(DIM, DIM)
@@ -230,21 +219,13 @@ class LookingUp(nn.Linear):
         self.temperature = nn.Parameter(torch.ones(1))  # one of the ranks has no element of it
 
     def forward(self, states: Tensor) -> Tensor:
-        score = torch.sigmoid(F.normalize(super().forward(states), dim=-1, eps=0.0).sum(-1) / self.temperature)
-        return super().forward(states) + self.table[(score * 15.9).long()] * self.temperature
-
-
-class Checked(nn.Linear):
-    """Refuses infinite results."""
-
-    def __init__(self) -> None:
-        super().__init__(DIM, DIM)
-
-    def forward(self, states: Tensor) -> Tensor:
-        result = super().forward(states)
-        if not result.isfinite().all():
+        scores = super().forward(states)
+        if not scores.isfinite().all():
             raise FloatingPointError("a layer returned NaN")
-        return result
+        drawn = torch.multinomial(torch.softmax(scores, -1).flatten(0, -2), DIM // 2, replacement=True)
+        kept = scores * torch.zeros_like(scores).scatter(-1, drawn.view(*scores.shape[:-1], -1), 1.0)
+        chosen = torch.sigmoid(F.normalize(scores, dim=-1, eps=0.0).sum(-1) / self.temperature)
+        return kept + self.table[(chosen * 15.9).long()] * self.temperature
 
 
 class Stack(nn.Module):

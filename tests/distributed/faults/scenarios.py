@@ -12,11 +12,9 @@ from typing import Any, TypeAlias
 import torch
 
 from tests.distributed.faults.meshes import (
-    Checked,
-    Drawing,
     LocalExperts,
-    LookingUp,
     OnMesh,
+    ValuesMatter,
     context_parallel,
     expert_parallel,
     masked_on_all_ranks,
@@ -211,11 +209,8 @@ def custom(name: str, inside: Callable[[torch.Tensor], torch.Tensor]) -> Iterato
     return lines(f"custom code, {name}", OnMesh(partial(split_layers, inside), needs_values=True))
 
 
-def values_matter(name: str, layer: type[torch.nn.Module]) -> Iterator[Scenario]:
-    """Yield a scenario of a failed rank that computes with copies of its own shard, in the first pass."""
-    return lines(name, OnMesh(partial(sharded, layer), shared_by=1, needs_values=True), {"first pass": 5})
-
-
+COMPUTING = OnMesh(partial(sharded, ValuesMatter), shared_by=1, needs_values=True)
+"""A failed rank computes with copies of its own shard in the first pass."""
 ON_MESHES = (
     lines("tensor parallel", TP, {"": 1, "rank 0 fails": 5, "fails in the retry too": 5, **THREE_WAYS}),
     lines("tensor parallel, checkpointing", replace(TP, checkpointing=True), 3),
@@ -240,9 +235,7 @@ ON_MESHES = (
     custom("communication in autograd", scaled),
     custom("operator with a fake implementation", tripled),
     custom("mask that ranks exchange", masked_on_all_ranks),
-    values_matter("drawn features", Drawing),
-    values_matter("rows of a table", LookingUp),
-    values_matter("check for NaN", Checked),
+    lines("layers whose values matter", COMPUTING, {"first pass": 5}),
 )
 
 ON_PAIRS = ("full_dpo", "lora_dpo")

@@ -1,14 +1,19 @@
-"""What a recovery leaves behind: memory, gradients, parameters and a log line. test_sweeps.py compares the steps."""
+"""What a recovery leaves behind, and what ghost passes compute and cost. test_sweeps.py compares the steps."""
 
-import gc
-from collections.abc import Sequence
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from tests.distributed.faults.bench import Bench
+from tests.distributed.faults.meshes import OnMesh, split_layers
 from tests.distributed.faults.scenarios import SCENARIOS
 from tests.distributed.models import (
     ModelConfig,
@@ -19,13 +24,15 @@ from tests.distributed.models import (
     runner_of,
     samples_of,
 )
-from tests.fault_injection import FaultInjector
+from tests.fault_injection import FaultInjector, wrapping_passes
 from tests.ranks import run_on_ranks
-from torchtune_adaptive.engine import fsdp
-from torchtune_adaptive.engine.collectives import CollectiveLedger
+from torchtune_adaptive.engine import fsdp, ghost
+from torchtune_adaptive.engine.limits import RowLimit
 from torchtune_adaptive.engine.memory import MemoryMeter
+from torchtune_adaptive.engine.plans import SampleKind
 from torchtune_adaptive.engine.recovery import Recovery
 from torchtune_adaptive.engine.results import Totals
+from torchtune_adaptive.engine.step import StepRunner
 
 
 def recover_after_evaluation() -> tuple[int, bool]:
@@ -47,60 +54,6 @@ def recover_after_evaluation() -> tuple[int, bool]:
 
 def test_evaluation_before_the_step_does_not_confuse_recovery():
     assert run_on_ranks(2, recover_after_evaluation) == [(1, True)] * 2
-
-
-def gradient_after_a_discarded_pass_without_reduction() -> bool:
-    model = build(ModelConfig(dropout=0.0, bf16=True))
-    forward_backward, samples = forward_backward_of(model), samples_of(dist.get_rank(), 1)
-    forward_backward(samples)
-    expected = gradients_of(model)
-    model.zero_grad()
-    model.set_requires_gradient_sync(False)  # gradients stay with FSDP, unsharded and upcast
-    forward_backward(samples)
-    CollectiveLedger(model).reset()
-    model.set_requires_gradient_sync(True)
-    forward_backward(samples)
-    return gradients_equal(gradients_of(model), expected)
-
-
-def test_reset_drops_unreduced_gradients():
-    assert run_on_ranks(2, gradient_after_a_discarded_pass_without_reduction) == [True, True]
-
-
-# In the first all-gather, which may leave parameters half unsharded; then through forward and backward.
-FAILURES = (*range(20, 60, 4), 200, 400, 600)
-
-
-def memory_left_over_by_failures() -> list[int]:
-    """Return for each repeated step by how much its initial memory exceeds that of the failed attempt, on this rank."""
-    model = build(ModelConfig(dropout=0.0))
-    samples, live, left_over = samples_of(dist.get_rank(), 2), [], []
-    forward_backward = forward_backward_of(model)
-
-    def observed(samples):
-        live.append(meter.live_bytes)
-        return forward_backward(samples)
-
-    meter = MemoryMeter()
-    runner = runner_of(model, 2, observed)
-    runner.run(samples, step=0)  # permanent allocations such as positional embeddings happen here
-    model.zero_grad()
-    gc.freeze()  # releasing memory collects garbage, and torch has many objects
-    fresh = runner.state_dict()
-    with meter, FaultInjector(runner) as faults:
-        for step, operation in enumerate(FAILURES, 1):
-            runner.load_state_dict(fresh)
-            live.clear()
-            faults.fail_at(rank=1, step=step, operation=operation)
-            runner.run(samples, step=step)
-            model.zero_grad()
-            left_over.append(live[1] - live[0])
-    return left_over
-
-
-def test_repeated_step_starts_with_the_memory_of_the_failed_one():
-    healthy, failing = run_on_ranks(2, memory_left_over_by_failures)
-    assert failing == healthy == [0] * len(FAILURES)
 
 
 def operations_that_copy() -> tuple[int, int]:
@@ -135,3 +88,139 @@ def left_gathered(recover: bool) -> tuple[bool, bool]:
 def test_stage_without_backward_leaves_no_parameters_gathered(recover: bool):
     """Writing into gathered parameters, as a search does at its end, would be lost."""
     assert run_on_ranks(2, left_gathered, recover, timeout_s=30) == [(True, False)] * 2
+
+
+# ghost passes: what they compute, and what they cost
+
+
+def runner_with(inside: Callable[[Tensor], Tensor], rows: int = 4) -> StepRunner[Tensor]:
+    """Collective: return a runner of a model under tensor parallelism."""
+    [model], train = OnMesh(partial(split_layers, inside)).parts()
+    return runner_of(model, rows, train)
+
+
+def numbered_samples() -> list[Tensor]:
+    return [torch.arange(start, start + 8) for start in range(4)]
+
+
+def gradients_with_a_cache() -> tuple[int, bool]:
+    """Collective: fail in the first pass of a layer that caches a tensor in it."""
+
+    def scaled(value: Tensor) -> Tensor:
+        if not hasattr(runner.model, "factor"):
+            runner.model.factor = torch.linspace(0, 1, value.shape[-1]).sin()
+        return value * runner.model.factor
+
+    runner = runner_with(scaled, rows=2)
+    runner.run(numbered_samples(), step=0)
+    expected = gradients_of(runner.model)
+    runner.close()
+    runner = runner_with(scaled)
+    with FaultInjector(runner).fail_at(rank=1, step=0, operation=2):
+        runner.run(numbered_samples(), step=0)
+    return runner.recoveries, gradients_equal(gradients_of(runner.model), expected)
+
+
+def test_tensor_cached_by_a_module_is_recomputed_with_data():
+    assert run_on_ranks(2, gradients_with_a_cache, timeout_s=20) == [(1, True)] * 2
+
+
+class Stored:
+    """A sample in which a stage stores a result."""
+
+    def __init__(self, value: Tensor) -> None:
+        self.value, self.reference = value, None
+
+
+def recover_in_a_stage_that_stores_results() -> int:
+    model = runner_with(torch.sin).model
+
+    def store(stored: Sequence[Stored]) -> Totals:
+        with torch.no_grad():
+            for each in stored:
+                each.reference = model(each.value[None])[0]
+        return Totals(torch.zeros(()), 0)
+
+    runner = StepRunner(model, store, limit=RowLimit(4), kind=SampleKind(length_of=lambda _: 1, filler=copy.copy))
+    stored = [*map(Stored, numbered_samples())]
+    with FaultInjector(runner).fail_at(rank=1, step=0, operation=30):
+        runner.run(stored, step=0)
+    expected = model(torch.stack([each.value for each in stored]))
+    torch.testing.assert_close(torch.stack([each.reference for each in stored]), expected)
+    return runner.recoveries
+
+
+def test_stage_that_stores_results_in_its_samples_recovers() -> None:
+    assert run_on_ranks(2, recover_in_a_stage_that_stores_results, timeout_s=20) == [1, 1]
+
+
+def close_the_first_of_two() -> int:
+    first, second = (runner_with(torch.sin) for _ in range(2))
+    first.close()
+    second.run(numbered_samples(), step=0)
+    patched = dist.ProcessGroup.allreduce
+    second.close()
+    return patched is not dist.ProcessGroup.allreduce
+
+
+def test_runners_may_be_closed_in_any_order() -> None:
+    stock = dist.ProcessGroup.allreduce
+    assert run_on_ranks(2, close_the_first_of_two, timeout_s=20) == [True, True]
+    assert dist.ProcessGroup.allreduce is stock
+
+
+def test_ghost_pass_counts_with_integers_and_masks_as_a_pass_does():
+    weights, choices, counts = torch.ones(3, 4), torch.tensor([[0], [0], [2]]), []
+
+    def run() -> None:
+        chosen = torch.zeros_like(weights.sin(), dtype=torch.bool).scatter_(-1, choices, True)
+        counts.append(torch.ones(4, dtype=torch.long).add_(chosen.sum(0)).tolist())
+
+    run()
+    ghost.GhostMode([], made_up=0).run(run)
+    assert counts == [[3, 1, 2, 1]] * 2
+
+
+def peaks() -> tuple[int, int]:
+    """Collective: return the peaks of the ghost pass and of a microbatch, in a step whose last operation fails."""
+    bench = Bench(replace(SCENARIOS["tensor parallel"], rows=4))
+    bench.samples = [torch.arange(64)] * 4
+    ghost._SMALL = 64  # elements: scaled down with the model
+    runner, drained = bench.new_runner(), []
+    bench.disturbed(runner, None)
+    meter = MemoryMeter()
+
+    @contextmanager
+    def around(kind: str) -> Iterator[None]:
+        before = meter.live_bytes
+        meter.reset_peak()
+        yield
+        drained.append((kind, meter.peak_bytes - before))
+
+    with meter, wrapping_passes(runner, around):
+        bench.disturbed(runner, 900)
+    kinds = dict(drained[:2])
+    return kinds.get("drain", 0), max(size for kind, size in drained if kind == "microbatch")
+
+
+def test_ghost_pass_needs_less_than_a_quarter_of_the_memory_of_a_pass():
+    _, (ghost_bytes, real_bytes) = run_on_ranks(2, peaks, timeout_s=30)
+    assert 0 < ghost_bytes < real_bytes / 4
+
+
+def modes_in_healthy_steps() -> list[bool]:
+    in_mode = []
+
+    def watched(value: Tensor) -> Tensor:
+        in_mode.append(is_in_torch_dispatch_mode())
+        return value
+
+    runner = runner_with(watched)
+    for step in range(2):
+        runner.run(numbered_samples(), step=step)
+        runner.model.zero_grad(set_to_none=True)
+    return in_mode
+
+
+def test_healthy_steps_run_without_a_dispatch_mode():
+    assert run_on_ranks(2, modes_in_healthy_steps, timeout_s=20) == [[False, False]] * 2

@@ -17,6 +17,7 @@ SAMPLED = {
     *("full checkpointing", "selective checkpointing", "lora", "lora, full checkpointing", "no reshard after forward"),
     *("bf16", "without padding", "without padding, fails in the drain too", "with a frozen model", "offloaded"),
     *("one group", "head in chunks, reduce once", "hybrid, head in chunks, fails in the retry too"),
+    "bf16, full checkpointing, reduce once",
     *("hybrid", "hybrid, 8 samples, fails in the drain too", "hybrid, one group", "replicated, one microbatch"),
     *("whole", "whole, both ranks fail", "whole, fails in the drain too", "whole, fails in the retry too"),
     *("whole, one bucket, 3 ranks, two fail", "whole, lora, full checkpointing", "replicated"),

@@ -7,7 +7,6 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.distributed.count_collectives import ALL_REDUCE, CountCollectives
@@ -24,7 +23,6 @@ from tests.fault_injection import FaultInjector
 from tests.ranks import RankFailed, run_on_ranks
 from torchtune_adaptive.engine.limits import Limit, Surface, SurfaceLimit, TokenLimit
 from torchtune_adaptive.engine.plans import SampleKind
-from torchtune_adaptive.engine.results import Totals
 from torchtune_adaptive.engine.step import StepRunner
 
 PLAIN = ModelConfig(dropout=0.0)
@@ -147,30 +145,6 @@ def test_recovered_step_and_the_next_announced_step_use_the_smaller_limit(world_
     limits = run_on_ranks(world_size, recover_everywhere, joined)
     assert limits == limits[:1] * world_size
     assert {*limits[0]} <= {"32 tokens", "16 tokens"}
-
-
-def run_masked(rank_without_labels: int) -> tuple[int, bool, bool]:
-    """Return microbatches, whether all gradients are finite, and whether the loss excludes this rank's samples."""
-    model = build(PLAIN)
-
-    def forward_backward(samples):
-        tokens = nn.utils.rnn.pad_sequence(list(samples), batch_first=True)
-        labels = torch.full_like(tokens, -100) if dist.get_rank() == rank_without_labels else tokens
-        logits = model(tokens)
-        loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="sum")
-        loss.backward()
-        return Totals(loss.detach(), int((labels != -100).sum()))
-
-    kind = SampleKind(length_of=len, filler=without_labels)
-    result = StepRunner(model, forward_backward, limit=TokenLimit(32), kind=kind).run(samples_here(), step=0)
-    finite = all(bool(gradient.isfinite().all()) for gradient in gradients_of(model).values())
-    expected = sum(map(sum, LENGTHS[:2])) - sum(LENGTHS[rank_without_labels])
-    return result.microbatches, finite, result.loss_sum.isfinite().item() and result.target_tokens >= expected
-
-
-@pytest.mark.parametrize("rank", [0, 1])
-def test_rank_without_labels_neither_hangs_nor_yields_nan(rank: int):
-    assert run_on_ranks(2, run_masked, rank) == [(4, True, True)] * 2
 
 
 def run_with_labels_in_the_filler() -> None:

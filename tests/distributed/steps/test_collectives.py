@@ -1,4 +1,4 @@
-"""Collectives of a step without failures."""
+"""Collectives of a step without failures, and limits that all ranks change together in its agreement."""
 
 import time
 from collections import Counter
@@ -22,6 +22,7 @@ from tests.distributed.models import (
 )
 from tests.fault_injection import FaultInjector
 from tests.ranks import run_on_ranks
+from tests.simulated_memory import FakeMemory
 from torchtune_adaptive.engine.consistency import LATE_S
 from torchtune_adaptive.engine.recovery import Recovery
 
@@ -85,15 +86,6 @@ def test_model_has_one_recovery_at_a_time():
     assert run_on_ranks(2, recoveries_of_one_model) == [1, 1]
 
 
-class RoomAbovePeak:
-    """Memory with this much room above a constant peak, in bytes."""
-
-    retries, fullness, peak_bytes = 0, 0.0, 1000
-
-    def __init__(self, room: int) -> None:
-        self.budget_bytes = 1000 + room
-
-
 def gradients_of_steps(room_for_gradients: float | None) -> tuple[list[int], list[bool], list[bool]]:
     """Collective: run four steps of two microbatches with `reduce_once`, and run out of memory in a fifth one.
 
@@ -117,7 +109,7 @@ def gradients_of_steps(room_for_gradients: float | None) -> tuple[list[int], lis
     runner.attempt([samples[:2], samples[2:]])  # a probe does not count as a step
     if room_for_gradients is not None:
         of_the_model = 4 * sum(parameter.numel() for parameter in model.parameters())
-        runner.measure_memory(RoomAbovePeak(int(room_for_gradients * of_the_model)))
+        runner.measure_memory(FakeMemory(budget_bytes=700 + int(room_for_gradients * of_the_model)))
     with FaultInjector(runner).fail_at(rank=1, step=5, operation=300), captured_log() as log:
         for step in range(1, 7):
             model.zero_grad()
@@ -171,3 +163,40 @@ def change_a_step_with_a_late_rank(name: str) -> tuple[int, int]:
 def test_late_rank_is_not_mistaken_for_one_with_different_samples(name: str) -> None:
     ranks = LATE[name][1]
     assert run_on_ranks(ranks, change_a_step_with_a_late_rank, name, timeout_s=30) == [(ranks * 4 * 7, 0)] * ranks
+
+
+def thrash_on_rank_1() -> tuple[list[int], int, list[tuple[str, tuple[int, ...]]]]:
+    """Return for this rank the rows of each step, the number of agreements, and the events."""
+    model, memory, events = build(ModelConfig(dropout=0.0)), FakeMemory(), []
+    recovery = Recovery(model, regrow_after=3, on_change=lambda event: events.append((event.kind, event.ranks)))
+    runner = runner_of(model, 4, recovery=recovery)
+    runner.measure_memory(memory)
+    rows = []
+    with CountCollectives() as counted:
+        for step in range(14):
+            memory.retries += dist.get_rank() == 1 and step in (2, 3)
+            rows.append(runner.limit.rows)
+            runner.run(samples_of(dist.get_rank(), 4), step=step)
+            model.zero_grad()
+    return rows, counted.seen[ALL_REDUCE], events
+
+
+def test_thrashing_on_one_rank_changes_the_limit_of_all_without_extra_collectives():
+    healthy, thrashing = run_on_ranks(2, thrash_on_rank_1)
+    assert healthy == thrashing
+    rows, agreements, events = healthy
+    assert rows[:5] == [4, 4, 4, 4, 2]
+    assert agreements == len(rows)
+    assert events[0] == ("thrashing", (1,))
+
+
+def peak_of_the_fullest_rank() -> tuple[int, int]:
+    runner = runner_of(build(ModelConfig()), 4)
+    runner.measure_memory([FakeMemory(peak_bytes=700), FakeMemory(budget_bytes=500, peak_bytes=400)][dist.get_rank()])
+    memory = runner.run(samples_of(dist.get_rank(), 4), step=0).memory
+    assert memory is not None
+    return memory
+
+
+def test_fullest_rank_is_closest_to_its_budget():
+    assert run_on_ranks(2, peak_of_the_fullest_rank) == [(400, 500)] * 2

@@ -32,8 +32,12 @@ class Numbered:
         self.read.append(index)
         if index == self._broken:
             raise OSError("bad sector")
-        length = random.Random(index).choice([1, 3, 40, 300])
+        length = length_of(index)
         return {"tokens": [index] * length, "labels": torch.full((length,), index), "number": index}
+
+
+def length_of(index: int) -> int:
+    return random.Random(index).choice([1, 3, 40, 300])
 
 
 def steps_here(dataset: CheckedDataset) -> Iterator[list[Any]]:
@@ -64,43 +68,21 @@ def deal() -> Epoch:
     return Epoch(dealt, numbered.read, [*counted.seen.values()])
 
 
-@pytest.fixture(scope="module", params=[2, 3])
-def epochs(request: pytest.FixtureRequest) -> list[Epoch]:
-    """Epochs by rank."""
-    return run_on_ranks(request.param, deal)
-
-
 @pytest.mark.smoke("2")
-def test_every_sample_runs_once_in_its_step(epochs: list[Epoch]) -> None:
-    ranks = len(epochs)
-    assert all(len(epoch.steps) == STEPS for epoch in epochs)
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_every_sample_is_read_by_its_rank_and_runs_once_in_its_step(ranks: int) -> None:
+    """Dealing costs one reduction and one exchange per step, and is deterministic."""
+    epochs = run_on_ranks(ranks, deal)
+    for rank, epoch in enumerate(epochs):
+        assert epoch.read == [*range(rank, STEPS * EACH * ranks, ranks)]
+        assert epoch.collectives == [STEPS, STEPS]
+        assert [len(samples) for samples in epoch.steps] == [EACH] * STEPS
     for step, of_ranks in enumerate(zip(*(epoch.steps for epoch in epochs), strict=True)):
-        assert all(len(samples) == EACH for samples in of_ranks)
-        numbers = sorted(number for samples in of_ranks for number, _, _ in samples)
-        assert numbers == list(range(step * EACH * ranks, (step + 1) * EACH * ranks))
-        for samples in of_ranks:
-            assert all(label == number for number, _, label in samples)
-            assert all(length == random.Random(number).choice([1, 3, 40, 300]) for number, length, _ in samples)
-
-
-def test_every_sample_is_read_once_by_its_rank(epochs: list[Epoch]) -> None:
-    ranks = len(epochs)
-    assert [epoch.read for epoch in epochs] == [[*range(rank, STEPS * EACH * ranks, ranks)] for rank in range(ranks)]
-
-
-def test_ranks_have_similar_work(epochs: list[Epoch]) -> None:
-    for of_ranks in zip(*(epoch.steps for epoch in epochs), strict=True):
-        tokens = [sum(length for _, length, _ in samples) for samples in of_ranks]
-        longest = max(length for samples in of_ranks for _, length, _ in samples)
-        assert max(tokens) - min(tokens) <= longest
-
-
-def test_dealing_is_deterministic(epochs: list[Epoch]) -> None:
-    assert run_on_ranks(len(epochs), deal) == epochs
-
-
-def test_dealing_costs_one_reduction_and_one_exchange_per_step(epochs: list[Epoch]) -> None:
-    assert [epoch.collectives for epoch in epochs] == [[STEPS, STEPS]] * len(epochs)
+        samples = sorted(sample for each in of_ranks for sample in each)
+        assert samples == [(n, length_of(n), n) for n in range(step * EACH * ranks, (step + 1) * EACH * ranks)]
+        tokens = [sum(length for _, length, _ in each) for each in of_ranks]
+        assert max(tokens) - min(tokens) <= max(length for _, length, _ in samples)
+    assert run_on_ranks(ranks, deal) == epochs
 
 
 def deal_until_rank_1_is_stop_requested(before_step: int) -> tuple[list[int], int]:

@@ -1,5 +1,6 @@
 import re
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -9,32 +10,38 @@ from tests.forked_commands import run_forked
 ROOT = Path(__file__).parents[3]
 
 
-def output_of(example: str, *options: str, ranks: int = 2) -> str:
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
-    run = run_forked([*launcher, f"examples/{example}", *options], cwd=ROOT, timeout_s=120)
+TORCHRUN = ("torch.distributed.run", "--standalone", "--nproc_per_node=2")
+ON_FOUR = (*TORCHRUN[:-1], "--nproc_per_node=4")
+ACCELERATE = ("accelerate.commands.launch", "--multi_gpu", "--num_processes=2", "--main_process_port=0")
+TRAINER, HALVED = "transformers_trainer.py --memory_limit 5MiB", "microbatch 16 -> 8"
+RECOVERING = {
+    "plain": (TORCHRUN, "plain_fsdp2.py", "torch", f"step 1: out of memory on rank 1 .*{HALVED}", 8),
+    # torchtitan 0.3.0 is not a dependency: see docs/torchtitan.md
+    "torchtitan": (ON_FOUR, "torchtitan_models.py llama", "torchtitan", "on rank 3 .*microbatch 8 -> 4", 6),
+    "torchrun": (TORCHRUN, TRAINER, "transformers", HALVED, 3),
+    "accelerate launch": (ACCELERATE, TRAINER, "accelerate", HALVED, 3),
+    "FSDP2 without accelerate": (TORCHRUN, f"{TRAINER} --fsdp2", "transformers", HALVED, 3),
+    "TRL": (TORCHRUN, "sft_trl.py --memory_limit 24MiB", "trl", HALVED, 3),
+}
+"""Launcher, example, the package that it needs, its recovery and its steps."""
+
+
+def output_of(example: str, launcher: Sequence[str] = TORCHRUN) -> str:
+    run = run_forked([sys.executable, "-m", *launcher, *f"examples/{example}".split()], cwd=ROOT, timeout_s=120)
     assert run.status == 0, run.output
     return run.output
 
 
-def check_recovery(output: str, recovery: str, steps: int) -> None:
-    assert re.search(recovery, output)
-    losses = [float(loss) for loss in re.findall(r"loss (\d+\.\d+)", output)]
+@pytest.mark.smoke("plain")
+@pytest.mark.parametrize("name", RECOVERING)
+def test_example_recovers_from_running_out_of_memory_and_learns(name: str) -> None:
+    launcher, example, package, recovery, steps = RECOVERING[name]
+    pytest.importorskip(package)
+    output = output_of(example, launcher)
+    assert re.search(f"{recovery} rows, step repeated", output)
+    losses = [float(loss) for loss in re.findall(r"\bloss'?:? '?(\d+\.\d+)", output)]
     assert len(losses) == steps
     assert losses[-1] < losses[0]
-
-
-@pytest.mark.smoke
-def test_plain_fsdp2_example_recovers_with_less_memory_on_one_rank():
-    recovery = r"step 1: out of memory on rank 1 .*microbatch 16 -> 8 rows, step repeated"
-    check_recovery(output_of("plain_fsdp2.py"), recovery, steps=8)
-
-
-def test_example_with_torchtitan_recovers_with_less_memory_on_one_rank() -> None:
-    pytest.importorskip(
-        "torchtitan", reason="needs torchtitan 0.3.0, which is not a dependency: see docs/torchtitan.md"
-    )
-    recovery = r"step \d: out of memory on rank 3 .*microbatch 8 -> 4 rows, step repeated"
-    check_recovery(output_of("torchtitan_models.py", "llama", ranks=4), recovery, steps=6)
 
 
 def test_batch_size_example_trains_with_the_size_it_found():

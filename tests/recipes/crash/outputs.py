@@ -13,6 +13,7 @@ from tests.recipes.crash.runs import EPOCHS, KEEP, STEPS, STEPS_PER_EPOCH, Life
 from tests.timeline import read_timeline
 from torchtune_adaptive.checkpoints.store import MANIFEST_FILE
 from torchtune_adaptive.lifecycle.run_state import LOCK_FILE
+from torchtune_adaptive.report.journal import VALIDATION
 
 LAST_EPOCH = f"epoch_{EPOCHS - 1}"
 END = re.compile(
@@ -40,8 +41,10 @@ def lost_to_pruning(before: dict[str, int], after: dict[str, int]) -> list[str]:
 
 
 def read_log(folder: Path) -> list[dict[str, Any]]:
+    """Return the lines of steps; validations have their own."""
     path = folder / "log.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    lines = map(json.loads, path.read_text().splitlines()) if path.exists() else ()
+    return [line for line in lines if "loss" in line]
 
 
 def logged_steps(folder: Path) -> list[int]:
@@ -63,17 +66,25 @@ def differences(folder: Path, reference: Path) -> Iterator[str]:
         if unlike or one.keys() != other.keys():
             yield f"{name}: {len(unlike)} of {len(other)} tensors differ, {unlike[:2]}"
     last, first = ({int(line["step"]): line for line in read_log(each)} for each in (folder, reference))
-    figures = ("loss", "lr", "grad_norm")
+    figures = ("loss", "lr", "grad_norm", "microbatch_rows")
     if unlike := [step for step in last.keys() | first.keys() if not _same(last.get(step), first.get(step), figures)]:
         yield f"figures differ in steps {sorted(unlike)}"
-    steps = [record["step"] for record in read_timeline(folder / "out").steps]
-    if steps != [*range(1, STEPS + 1)]:
-        yield f"the record has steps {steps}"
+    records, validations = zip(*(_steps_and_validations(each / "out") for each in (folder, reference)), strict=True)
+    if records[0] != [*range(1, STEPS + 1)]:
+        yield f"the record has steps {records[0]}"
+    if validations[0] != validations[1]:
+        yield f"validations: {validations[0]} instead of {validations[1]}"
     for pattern in (".*", "*.tmp"):
         yield from (f"left behind: {path.name}" for path in ours.parent.glob(pattern) if path.name != LOCK_FILE)
     kept = sorted(complete_checkpoints(ours.parent))
     if LAST_EPOCH not in kept or len(kept) != KEEP:
         yield f"checkpoints kept: {kept}"
+
+
+def _steps_and_validations(out: Path) -> tuple[list[int], list[tuple[int, float]]]:
+    timeline = read_timeline(out)
+    validations = [(each["step"], each["val_loss"]) for each in timeline.events if each["kind"] == VALIDATION]
+    return [record["step"] for record in timeline.steps], validations
 
 
 def _same(one: dict[str, Any] | None, other: dict[str, Any] | None, figures: tuple[str, ...]) -> bool:

@@ -28,11 +28,31 @@ FIRST_PRUNING = KEEP * SAVE_EVERY
 """The first step whose save prunes."""
 ROWS = 2
 """Also the number of microbatches of a step, and of updates per iteration of PPO."""
+DROPOUT = (
+    "model.attn_dropout=0.1",
+    "lr_scheduler._component_=torchtune.training.lr_schedulers.get_cosine_schedule_with_warmup",
+    "lr_scheduler.num_warmup_steps=2",
+)
 EXTRA = {
     "rows": (),
     "tokens": ("adaptive.token_budget=256",),
     "searched": ("use_maximum_batch_size=True", "adaptive.memory_limit=64MiB", "adaptive.max_batch_size=4"),
+    "dropout": DROPOUT,
+    "tokens and dropout": ("adaptive.token_budget=256", "model.lora_dropout=0.1"),
+    "in backward": ("optimizer_in_bwd=True", "clip_grad_norm=null", "batch_size=4", "gradient_accumulation_steps=1"),
+    "adapters": ("save_adapter_weights_only=True",),
+    # the second epoch has twice as many samples per step
+    "growing": (
+        *(f"max_steps_per_epoch={STEPS_PER_EPOCH}", f"dataset.samples={STEPS_PER_EPOCH * 16}"),
+        *("batch_increase_function=tests.recipes.finetuning.test_runs.double", "adaptive.max_batch_size=4"),
+        *DROPOUT,
+    ),
+    "validated": (
+        *("run_val_every_n_steps=1", "dataset_val._component_=torchtune_adaptive.demo.dataset.demo_dataset"),
+        *("dataset_val.samples=5", "dataset_val.seed=7"),
+    ),
 }
+"""Overrides of variants."""
 FORKED, TUNE_RUN, LAUNCHED = "forked", "tune run", "tune run with a launcher"
 """How a run starts: on forked ranks; by the command, with a launcher for several ranks; or always with a launcher."""
 IN_PROCESS_S, TUNE_RUN_S, ENDS_S = 90, 200, 10

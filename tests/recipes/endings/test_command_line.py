@@ -30,7 +30,7 @@ def test_command_prints_the_lines_that_readme_shows_and_nothing_like_a_problem(t
     assert ended.status == 0, ended.output
     seen = [_comparable(line).strip() for line in ended.output.splitlines()]
     shown = [_comparable(line.strip()) for line in block.splitlines()]
-    assert len(shown) == 3
+    assert len(shown) == 2
     assert [line for line in shown if line not in seen] == []
     assert "_component_" not in ended.output, "a screen of config"
     assert "\r" not in ended.output, "a progress bar, and lines that hang on it"

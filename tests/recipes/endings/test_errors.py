@@ -40,7 +40,7 @@ ERRORS = {
     "checkpointer.checkpoint_dir=None": ("checkpointer.checkpoint_dir is None",),
     HUB: ("checkpointer.checkpoint_dir is '/nowhere/Llama'", "tune download"),
     f"{INSTRUCTIONS} dataset.data_files=/nowhere/rows.json ~dataset.samples": ("dataset", "/nowhere/rows.json"),
-    INSTRUCTIONS: ("dataset", "'samples'", "'~dataset.samples'"),
+    INSTRUCTIONS: ("dataset", "'samples'"),
     "model.embed_dim=64": ("checkpointer", "size mismatch"),
 }
 OF_LORA = {

@@ -66,6 +66,7 @@ GROUPS = {
             "onto a flat mesh": Run(first=REPLICAS, like="flat"),
             "onto replicas": Run(REPLICAS, first=(), like="flat"),
         },
+        stop_at=5,
     ),
     "pairs": Group("lora_dpo", 4, (*SGD, *STEPS), {"flat": Run(like=""), "starved": starved("17MiB")}),
 }

@@ -3,10 +3,12 @@
 import math
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch.distributed as dist
 
+from tests.fault_injection import FaultInjector
 from tests.recipes.comparisons import (
     STOCK,
     Group,
@@ -18,7 +20,7 @@ from tests.recipes.comparisons import (
     runs_in,
 )
 from tests.recipes.recorders import search_results
-from tests.recipes.running import RELATIVE_AFTER_ADAM, SGD, start_in_process
+from tests.recipes.running import RELATIVE_AFTER_ADAM, SGD, demo_config, start_in_process
 from torchtune_adaptive.demo.dataset import DemoDataset, demo_sample
 from torchtune_adaptive.demo.tokenizer import DemoTokenizer
 from torchtune_adaptive.errors import AdaptiveError, OneRowDoesNotFitError, SampleTooLargeError
@@ -53,11 +55,26 @@ GROWING = (
     *(f"batch_increase_function={HERE}.double", "adaptive.max_batch_size=4"),
     *(COSINE, "lr_scheduler.num_warmup_steps=3", "optimizer.lr=0.001"),
 )
+# memory limits disable torchao's compiled optimizer step
+EIGHT_BITS = ("optimizer._component_=tests.recipes.recorders.eight_bit", "adaptive.memory_limit=64MiB")
 A_STEP = 2 * 2 * 2
 """Samples of a step of a hollow run."""
 HOLLOW = (f"dataset._component_={HERE}.hollow", "dataset.samples=48", "shuffle=False", "batch_size=2")
 IN_BACKWARD = ("optimizer_in_bwd=True", "clip_grad_norm=null", "gradient_accumulation_steps=1", "batch_size=4")
 EMPTY = ("dataset.keeps_tokens=False", "adaptive.token_budget=900")
+TEACHER = (
+    "teacher_model._component_=torchtune_adaptive.demo.model.demo_model",
+    "teacher_model.num_layers=2",
+    "teacher_checkpointer._component_=torchtune_adaptive.demo.weights.demo_checkpointer",
+    "teacher_checkpointer.checkpoint_dir=FOLDER/../teacher",
+    *("teacher_checkpointer.seed=1", "teacher_checkpointer.sizes.num_layers=2"),
+)
+
+
+def fail_in_the_first_step(recipe: Any) -> None:
+    FaultInjector(recipe.runner).fail_at(rank=1, step=1, operation=150).__enter__()
+
+
 GROUPS = {
     "full": Group(
         "full",
@@ -72,6 +89,7 @@ GROUPS = {
             "measured tokens": Run((*BUDGET, "adaptive.token_budget=auto", "adaptive.memory_limit=[120MiB,48MiB]")),
             "recovered tokens": Run((*BUDGET, "adaptive.token_budget=4000", "adaptive.memory_limit=[120MiB,20MiB]")),
         },
+        stop_at=4,
     ),
     "lora": Group("lora", 3, BASE, {"checkpointed": Run(("enable_activation_checkpointing=True",)), **BY_TOKENS}),
     "packed": Group(
@@ -107,19 +125,38 @@ GROUPS = {
         },
         rel=0.0,
     ),
+    "8 bits": Group(
+        "full",
+        2,
+        (*EIGHT_BITS, "save_every_n_steps=3", "resume_from_checkpoint=auto", "epochs=2"),
+        {"plain": Run(like=""), "stopped": Run(first=(), like="plain")},
+        rel=0.0,
+        stop_at=7,
+    ),
+    "custom recipe": Group(
+        "distillation",
+        2,
+        (*TEACHER, "save_every_n_steps=2", "resume_from_checkpoint=auto", "epochs=2"),
+        {"plain": Run(like=""), "resumed": Run(first=(), like="plain", prepare=fail_in_the_first_step)},
+        figures=("step", "loss"),
+        rel=RELATIVE_AFTER_ADAM,
+        compares_weights=False,
+        stop_at=7,
+        config=partial(demo_config, "full"),
+    ),
     "growing": Group("full", 2, GROWING, {"doubled": Run(like="")}),
     "hollow steps": Group(
         "full",
         2,
-        (*HOLLOW, f"dataset.run={A_STEP}", "dataset.keeps_tokens=True"),
+        (*HOLLOW, f"dataset.run={A_STEP}", "dataset.every=3", "dataset.keeps_tokens=True"),
         {"masked": Run(like=""), "in backward": Run(IN_BACKWARD, like=""), "empty": Run(EMPTY, like="masked")},
         figures=("loss",),
         compares_weights=False,
     ),
-    "hollow samples": Group(
+    "hollow rank": Group(
         "full",
         2,
-        (*HOLLOW, "dataset.run=1", "dataset.keeps_tokens=True"),
+        (*HOLLOW, "dataset.run=1", "dataset.every=2", "dataset.keeps_tokens=True"),
         {"masked": Run(like=""), "empty": Run(EMPTY, like="masked")},
         figures=("loss",),
         compares_weights=False,
@@ -134,23 +171,23 @@ def double(epoch: int, current_batch_size: int) -> int:
 
 
 class Hollow(DemoDataset):
-    """The demo's dataset, with every third block of `run` samples empty or without labels."""
+    """The demo's dataset, with one of `every` blocks of `run` samples empty or without labels."""
 
-    def __init__(self, tokenizer: DemoTokenizer, samples: int, run: int, keeps_tokens: bool) -> None:
+    def __init__(self, tokenizer: DemoTokenizer, samples: int, run: int, every: int, keeps_tokens: bool) -> None:
         super().__init__(samples, partial(demo_sample, tokenizer, 0))
-        self._run, self._keeps_tokens = run, keeps_tokens
+        self._run, self._every, self._keeps_tokens = run, every, keeps_tokens
 
     def __getitem__(self, index: int) -> dict[str, list[int]]:
         sample = super().__getitem__(index)
-        if index // self._run % 3 == 0:
+        if index // self._run % self._every == 0:
             tokens = sample["tokens"] if self._keeps_tokens else []
             return {"tokens": tokens, "labels": [MASKED] * len(tokens)}
         return sample
 
 
-def hollow(tokenizer: DemoTokenizer, *, samples: int, run: int, keeps_tokens: bool, packed: bool) -> Hollow:
+def hollow(tokenizer: DemoTokenizer, *, samples: int, run: int, every: int, keeps_tokens: bool, packed: bool) -> Hollow:
     """Component for the `dataset` section of a config."""
-    return Hollow(tokenizer, samples, run, keeps_tokens)
+    return Hollow(tokenizer, samples, run, every, keeps_tokens)
 
 
 @pytest.mark.smoke(
@@ -243,6 +280,16 @@ def test_step_without_labels_has_a_loss_of_zero(runs: Runs, group: str, name: st
     assert [step for step, loss in enumerate(losses) if loss == 0.0] == [0, 3]
     assert all(1 < loss < 10 for step, loss in enumerate(losses) if step % 3)
     assert len(losses) == 6
+
+
+def test_custom_recipe_learns_from_a_teacher_and_limits_survive_a_stop(runs: Runs) -> None:
+    plain, resumed = (runs("custom recipe", name) for name in ("plain", "resumed"))
+    losses = [step["loss"] for step in plain.log]
+    assert losses == sorted(losses, reverse=True)
+    assert plain.weights()
+    for ours, other in zip(resumed.log, plain.log, strict=True):
+        assert (ours["oom_recoveries"], other["oom_recoveries"]) == (1, 0), "a resumed run goes on counting"
+        assert ours["microbatch_rows"] == other["microbatch_rows"] / 2
 
 
 def twice(epoch: int, batch_size: int) -> int:

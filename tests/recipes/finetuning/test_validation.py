@@ -13,8 +13,9 @@ from torchtune import config
 from torchtune.rlhf.loss import DPOLoss
 
 from tests.ranks import run_on_ranks
+from tests.recipes.comparisons import Finished
 from tests.recipes.recorders import assert_same_figures, events_of, read_log
-from tests.recipes.running import demo_config, run_ours, saved_weights
+from tests.recipes.running import demo_config, run_ours
 from torchtune_adaptive.tune.preference import VALIDATION_REFERENCE_STAGE
 from torchtune_adaptive.tune.validation import VALIDATION_STAGE
 
@@ -159,7 +160,7 @@ def test_training_is_bitwise_that_of_a_run_without_validation(run: tuple[str, Pa
     folders = [run[1] / name for name in ("plain", "validated")]
     plain, validated = (logged(folder, validations=False) for folder in folders)
     assert_same_figures(validated, plain, ("loss", "grad_norm", "microbatches", "oom_recoveries"))
-    one_weights, other_weights = map(saved_weights, folders)
+    one_weights, other_weights = (Finished(folder).weights() for folder in folders)
     assert [key for key in one_weights if not torch.equal(one_weights[key], other_weights[key])] == []
     peaks = [[step.get("peak_bytes", 0) for step in read_log(folder / STEPS)] for folder in folders]
     assert peaks[1] == pytest.approx(peaks[0], rel=0.1)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import random
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -12,14 +11,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
-from torch.utils.data import Dataset
 
 from tests.fault_injection import FaultInjector
 from torchtune_adaptive.engine.plans import Plan
 from torchtune_adaptive.rl.stages import FORWARD, GENERATE, TRAIN_POLICY, TRAIN_VALUE
 from torchtune_adaptive.tune.preference import POLICY, REFERENCE
+from torchtune_adaptive.tune.samples import INDEX
 
-LONGEST, MEDIAN = 256, 48
+LONGEST = 256
 KIB, MIB = 2**10, 2**20
 CALM_BYTES = 64 * MIB
 
@@ -52,56 +51,26 @@ them in stages that reduce gradients; eight answers never fit.
 """
 
 
-class Numbered(Dataset[dict[str, Any]]):
-    """Random tokens in samples of random lengths; each sample contains its number."""
-
-    def __init__(self, samples: int, seed: int) -> None:
-        self._samples = samples
-        self._seed = seed
-
-    def __len__(self) -> int:
-        return self._samples
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        tokens = random_tokens(f"{self._seed}/{index}")
-        return {"tokens": tokens, "labels": [-100, *tokens[1:]], "number": index}
-
-
-class NumberedPairs(Numbered):
-    """The same with two sequences per sample."""
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        pair: dict[str, Any] = {"number": index}
-        for answer in ("chosen", "rejected"):
-            tokens = random_tokens(f"{self._seed}/{index}/{answer}")
-            pair |= {f"{answer}_input_ids": tokens, f"{answer}_labels": [-100, *tokens[1:]]}
-        return pair
-
-
-def random_tokens(seed: str) -> list[int]:
-    draw = random.Random(seed)
-    length = max(8, min(LONGEST, math.ceil(draw.lognormvariate(math.log(MEDIAN), 0.8))))
-    return draw.choices(range(256), k=length)
-
-
-def numbered(tokenizer: Any, *, samples: int, seed: int, packed: bool = False) -> Numbered:
-    """Component for the `dataset` section of a config."""
-    return Numbered(samples, seed)
-
-
-def numbered_pairs(tokenizer: Any, *, samples: int, seed: int) -> NumberedPairs:
-    """Component for the `dataset` section of a config."""
-    return NumberedPairs(samples, seed)
-
-
 def stages_of(recipe: Any) -> dict[str, Any]:
     """Return the runners of a step by stage, in order."""
     return dict(recipe.stages.runners if hasattr(recipe, "iterate") else recipe.loop.stages)
 
 
+def memories_of(runner: Any) -> list[Any]:
+    """Return a list into which this runner's memory goes when training begins."""
+    watch, found = runner.measure_memory, list[Any]()
+
+    def watch_too(memory: Any) -> None:
+        found.append(memory)
+        watch(memory)
+
+    runner.measure_memory = watch_too
+    return found
+
+
 def number_of(sample: Any) -> int:
     """Return the number of a sample in its dataset, or of a rollout in its iteration."""
-    return int(sample["number"] if isinstance(sample, dict) else sample.number)
+    return int(sample[INDEX] if isinstance(sample, dict) else sample.number)
 
 
 class Cut(NamedTuple):
@@ -126,8 +95,7 @@ class Storm:
         for name, runner in stages.items():
             runner.run = partial(self._run, name, runner.run)
             runner.recovery.on_attempt = self._on_attempt
-        first = next(iter(stages.values()))
-        self._watch, first.measure_memory = first.measure_memory, self._watch_too
+        self._memories = memories_of(next(iter(stages.values())))
         self._open = ExitStack()
 
     def __enter__(self) -> Storm:
@@ -138,20 +106,17 @@ class Storm:
     def __exit__(self, *_: object) -> None:
         self._open.close()
 
-    def _watch_too(self, memory: Any) -> None:
-        self._memory = memory
-        self._watch(memory)
-
     def _on_attempt(self, stage: str, step: int, plan: Plan) -> None:
         self._last_plan = plan
 
     def _run(self, name: str, run: Any, samples: Sequence[Any], *, step: int, **options: Any) -> Any:
         """Collective: run the stage under the current memory."""
         climates = ROLLOUT_CLIMATES if GENERATE in self._stages else CLIMATES
-        climate, self._memory.cap_bytes = climates[name], CALM_BYTES
+        climate, memory = climates[name], self._memories[-1]
+        memory.cap_bytes = CALM_BYTES
         event = self._together.choice(["squeeze", "strike"]) if self._stormy() else "calm"
         if event == "squeeze":
-            self._memory.cap_bytes = self._alone.randrange(climate.least_bytes, climate.most_bytes)
+            memory.cap_bytes = self._alone.randrange(climate.least_bytes, climate.most_bytes)
         struck = self._together.choice([{0}, {1}, {0, 1}])
         # failing at the smallest size would rightly end the run, so do not inject it
         if event == "strike" and self._room(name) and dist.get_rank() in struck:

@@ -10,16 +10,18 @@ import torch
 from tests.ranks import RankFailed, run_on_ranks
 from tests.recipes.crash import hook
 from tests.recipes.crash.chain import follow
-from tests.recipes.crash.hook import HUP, START, TERM, TWICE, Order, Point
+from tests.recipes.crash.hook import HUP, KILL, START, TERM, TWICE, Order, Point
 from tests.recipes.crash.plans import (
     FULL,
     FULL_2,
     OPERATIONS,
+    PPO,
     RANK_1,
     SEARCHED,
     Plan,
     at,
     at_the_start,
+    in_a_save,
     in_a_step,
     in_the_last_save,
     in_the_last_step,
@@ -27,12 +29,16 @@ from tests.recipes.crash.plans import (
     one_of_each,
     scout,
 )
-from tests.recipes.crash.runs import KILLED, STOPPED
+from tests.recipes.crash.runs import KILLED, STOPPED, Variant
 
+OTHERS = (
+    *(("full", 2, limit) for limit in ("dropout", "growing")),
+    *(("full", 1, "in backward"), ("lora", 1, "tokens and dropout"), ("lora", 2, "adapters")),
+)
 SIGNALLED = at(at_the_start, in_a_step, in_the_last_save, whom=(RANK_1,), blows=(TWICE, HUP))
 
 
-@pytest.mark.smoke("full/2/searched forked signals-stopped-1")
+@pytest.mark.smoke("full/2/searched forked signals-stopped-1", "full/2/dropout forked kills-killed-2")
 @pytest.mark.parametrize(
     ("plan", "ended", "least"),  # fewer than planned: the run may finish before the last points
     [
@@ -40,6 +46,10 @@ SIGNALLED = at(at_the_start, in_a_step, in_the_last_save, whom=(RANK_1,), blows=
         (Plan("sample", FULL_2, at(*OPERATIONS[1:])), KILLED, 2),
         (Plan("signals", FULL_2, SIGNALLED), STOPPED, 4),
         (Plan("signals", SEARCHED, at(in_the_search, in_the_last_step, blows=(TERM,))), STOPPED, 1),
+        # the second run resumes where batches grow, and the third within an epoch of grown batches
+        *((Plan("kills", Variant(*variant), at(in_a_save, in_the_last_save)), KILLED, 2) for variant in OTHERS),
+        (Plan("kills", PPO, at(in_a_step, in_the_last_save)), KILLED, 2),
+        (Plan("both", Variant("full", 2, "validated"), at(in_a_step, in_a_save, blows=(KILL, TERM))), STOPPED, 2),
     ],
     ids=str,
 )
@@ -78,25 +88,6 @@ def hooked(order: Order) -> None:
     change_files(Path(order.watched) / "room")
 
 
-def run_hooked(tmp_path: Path, point: Point | None) -> dict[str, int]:
-    """Run with the hook; return the sizes of the files that are left."""
-    order = Order(point, str(tmp_path / "watched"), str(tmp_path / "notes"), after_step=0)
-    (room := tmp_path / "watched" / "room").mkdir(parents=True)
-    if point is None:
-        run_on_ranks(1, hooked, order, in_group=False)
-    else:
-        with pytest.raises(RankFailed, match="died"):
-            run_on_ranks(1, hooked, order, in_group=False)
-    assert bool(order.struck_at()) == (point is not None)
-    return {path.name: path.stat().st_size for path in room.iterdir()}
-
-
-def test_hook_counts_every_operation(tmp_path: Path) -> None:
-    run_hooked(tmp_path, None)
-    lines = (tmp_path / "notes" / "operations0").read_text().splitlines()
-    assert lines == [f"start:{number} {label}" for number, label in enumerate(OPERATIONS_OF_A_SAVE, start=1)]
-
-
 @pytest.mark.parametrize(
     ("label", "how", "left"),
     [
@@ -104,16 +95,22 @@ def test_hook_counts_every_operation(tmp_path: Path) -> None:
         ("rename room/draft.json", "", ["draft.json", "draft.pt"]),
         ("link room/latest", "", ["draft.pt", "manifest.json"]),
         ("rmdir room/old", "", ["draft.pt", "latest", "manifest.json", "old"]),
+        ("unlink room/draft.pt", "", ["draft.pt", "latest", "manifest.json"]),
         ("write room/draft.pt", "torn", ["draft.pt"]),
         ("write room/draft.json", "torn", ["draft.json", "draft.pt"]),
         ("mkdir room/old", "cut", ["draft.pt", "latest", "manifest.json"]),
     ],
 )
-def test_hook_kills_before_or_within_the_operation_or_like_a_power_failure(
+def test_hook_counts_operations_and_kills_before_or_within_one_or_like_a_power_failure(
     label: str, how: str, left: list[str], tmp_path: Path
 ) -> None:
     point = Point(START, OPERATIONS_OF_A_SAVE.index(label) + 1, torn=how == "torn", cut=how == "cut")
-    sizes = run_hooked(tmp_path, point)
+    order = Order(point, str(tmp_path / "watched"), str(tmp_path / "notes"), after_step=0)
+    (room := tmp_path / "watched" / "room").mkdir(parents=True)
+    with pytest.raises(RankFailed, match="died"):
+        run_on_ranks(1, hooked, order, in_group=False)
+    assert f"{point.at} {label}" in order.struck_at()
+    sizes = {path.name: path.stat().st_size for path in room.iterdir()}
     assert sorted(sizes) == left
     if how == "torn":
         assert 0 < sizes[Path(label).name] < (10 if "json" in label else 4000)

@@ -4,8 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.recipes.long.endurance import CASES, endure
-from tests.recipes.long.soak import Weather, soak
+from tests.recipes.long.soak import CASES, Weather, endure, soak
 
 STEPS = 240
 LEAK: list[bytes] = []

@@ -76,11 +76,3 @@ def _given_to_stock(model: nn.Module, prompt: Tensor, *, pad_id: int, **options:
     model.reset_caches()
     logits = model(whole, input_pos=generation.get_position_ids_from_padding_mask(real), mask=mask)
     return whole, logits[:, prompt.size(1) - 1 : -1]
-
-
-def saved(folder: Path, epoch: int = 0, value: str = "value") -> dict[str, Tensor]:
-    """Load the weights of both models saved by a run."""
-    here = folder / "out" / f"epoch_{epoch}"
-    files = {"policy": here / "model-00001-of-00001.bin", "value": here / value / "model-00001-of-00001.bin"}
-    weights = {name: torch.load(path, weights_only=True) for name, path in files.items()}
-    return {f"{name}.{key}": weight for name, of in weights.items() for key, weight in of.items()}

@@ -1,123 +1,78 @@
-"""PPO with the checkpointers of its real configs: Hugging Face folders of a policy and a reward model."""
+"""PPO with the models and checkpointers of torchtune's config: Hugging Face folders of a policy and a reward model."""
 
-import json
 from pathlib import Path
-from typing import Any
 
 import torch
+import torchtune
 from omegaconf import DictConfig, OmegaConf
-from safetensors.torch import save_file
 from torch import Tensor
-from torchtune import config, training
-from torchtune.models.convert_weights import tune_to_hf
-from torchtune.models.mistral import mistral
-from torchtune.models.mistral._component_builders import mistral_classifier
-from torchtune.rlhf.utils import reward_tune_to_hf
 
 from tests.ranks import run_on_ranks
-from tests.recipes.interrupted_runs import train_until
+from tests.recipes.finetuning.test_stock_configs import read_weights
 from tests.recipes.ppo.rollouts import ppo_config
-from tests.recipes.running import load_ours
+from tests.recipes.running import load_ours, train_until
+from tests.recipes.shrunk_models import SMALL, file_names, shrunk_models, write_checkpoint
 from torchtune_adaptive.demo.tokenizer import VOCAB_SIZE
 from torchtune_adaptive.rl.stages import TRAIN_POLICY
 
-SIZES: dict[str, Any] = {
-    "num_layers": 2,
-    "num_heads": 4,
-    "num_kv_heads": 2,
-    "embed_dim": 32,
-    "intermediate_dim": 64,
-    "max_seq_len": 64,
-    "attn_dropout": 0.0,
-}
-HEADS = {"num_heads": SIZES["num_heads"], "num_kv_heads": SIZES["num_kv_heads"], "dim": SIZES["embed_dim"]}
-KINDS = {"policy": "MISTRAL", "value": "REWARD"}
+SHIPPED = Path(torchtune.__file__).parents[1] / "recipes" / "configs" / "mistral" / "7B_full_ppo_low_memory.yaml"
 SECTIONS = {
     "checkpointer": "policy",
     "ref_policy_checkpointer": "policy",
     "value_checkpointer": "value",
     "reward_checkpointer": "value",
 }
-RESUMED = ("save_every_n_steps=1", "resume_from_checkpoint=auto")
-FILES = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
+OF_MODELS = {"policy": ("policy_model", "checkpointer"), "value": ("reward_and_value_model", "value_checkpointer")}
+RESUMED = ("dataset.samples=32", "num_steps=32", "save_every_n_steps=1", "resume_from_checkpoint=auto")
 
 
-def make_weights(folder: Path) -> None:
-    """Write both models as downloads: Hugging Face names, in two files, with a config."""
-    torch.manual_seed(0)
-    policy = mistral(vocab_size=VOCAB_SIZE, **SIZES).state_dict()
-    value = mistral_classifier(num_classes=1, vocab_size=VOCAB_SIZE + 1, **SIZES).state_dict()
-    write(folder / "policy", tune_to_hf(policy, **HEADS))
-    write(folder / "value", reward_tune_to_hf(value, **HEADS))
-
-
-def write(folder: Path, weights: dict[str, Tensor]) -> None:
-    folder.mkdir(parents=True)
-    names = sorted(weights)
-    for file, part in zip(FILES, (names[::2], names[1::2]), strict=True):
-        save_file({name: weights[name].contiguous() for name in part}, folder / file, {"format": "pt"})
-    names_of_sizes = ("num_attention_heads", "num_key_value_heads", "hidden_size")
-    sizes = dict(zip(names_of_sizes, HEADS.values(), strict=True))
-    (folder / "config.json").write_text(json.dumps(sizes), encoding="utf-8")
-
-
-def mistral_config(folder: Path, weights: Path) -> DictConfig:
-    cfg = ppo_config(folder, "dataset.samples=32", "num_steps=32", *RESUMED)
-    path = "torchtune.models.mistral"
-    cfg.policy_model = {"_component_": f"{path}.mistral", "vocab_size": VOCAB_SIZE, **SIZES}
-    cfg.reward_and_value_model = {
-        "_component_": f"{path}._component_builders.mistral_classifier",
-        "num_classes": 1,
-        "vocab_size": VOCAB_SIZE + 1,
-        **SIZES,
-    }
+def mistral_config(folder: Path) -> DictConfig:
+    cfg, shipped = ppo_config(folder, *RESUMED), OmegaConf.load(SHIPPED)
+    for section in ("policy_model", "reward_and_value_model", *SECTIONS):
+        cfg[section] = shipped[section]
     for section, model in SECTIONS.items():
-        cfg[section] = OmegaConf.create(checkpointer(weights / model, model, FILES, folder / "out"))
+        cfg[section].checkpoint_dir = str(folder.parent / model)
+    # the config builds this model from its parts, so `shrunk_models` does not make it small
+    sizes = {name: size for name, size in SMALL.items() if name in cfg.reward_and_value_model}
+    cfg.reward_and_value_model.update(sizes, num_kv_heads=2, vocab_size=VOCAB_SIZE + 1)
     return cfg
 
 
-def checkpointer(folder: Path, model: str, files: list[str], output: Path) -> dict[str, Any]:
-    return {
-        "_component_": "torchtune.training.FullModelHFCheckpointer",
-        "checkpoint_dir": str(folder),
-        "checkpoint_files": files,
-        "output_dir": str(output),
-        "model_type": KINDS[model],
-    }
+def of_model(cfg: DictConfig, model: str) -> DictConfig:
+    """Return the config of one model under the names of other recipes."""
+    names = dict(zip(("model", "checkpointer"), OF_MODELS[model], strict=True))
+    plain = OmegaConf.to_container(cfg, resolve=True)
+    return OmegaConf.create({**{name: plain[key] for name, key in names.items()}, "dtype": "fp32", "output_dir": "out"})
 
 
-def train(folder: Path, weights: Path, stop_at: int | None = None) -> dict[str, dict[str, Tensor]]:
+def train(folder: Path, stop_at: int | None = None) -> dict[str, dict[str, Tensor]]:
     """Train to the end, or until iteration `stop_at` has trained the value model; return the weights of both models."""
-    recipe = load_ours("full_ppo")(mistral_config(folder, weights))
-    recipe.setup()
+    with shrunk_models():
+        recipe = load_ours("full_ppo")(mistral_config(folder))
+        recipe.setup()
     train_until(recipe, recipe.stages.runners[TRAIN_POLICY], stop_at)
     models = {"policy": recipe.models.policy, "value": recipe.models.value}
     return {name: dict(model.state_dict()) for name, model in models.items()}  # in one process, weights are not sharded
 
 
 def train_whole_and_in_two_starts(folder: Path) -> None:
-    make_weights(folder / "weights")
-    torch.save(train(folder / "whole", folder / "weights"), folder / "trained.pt")
-    train(folder / "stopped", folder / "weights", stop_at=3)
-    train(folder / "stopped", folder / "weights")
-
-
-def loaded(folder: Path, model: str) -> dict[str, Tensor]:
-    """Load weights with torchtune's checkpointer, under its names."""
-    files = sorted(path.name for path in folder.glob("model-*.safetensors"))
-    section = OmegaConf.create(checkpointer(folder, model, files, folder.with_name("nowhere")))
-    weights: dict[str, Tensor] = config.instantiate(section).load_checkpoint()[training.MODEL_KEY]
-    return weights
+    torch.manual_seed(0)
+    for model in OF_MODELS:
+        write_checkpoint(of_model(mistral_config(folder / "whole"), model))
+    torch.save(train(folder / "whole"), folder / "trained.pt")
+    train(folder / "stopped", stop_at=3)
+    train(folder / "stopped")
 
 
 def test_torchtunes_checkpointers_load_both_models_and_a_run_resumes_from_them(tmp_path: Path) -> None:
     run_on_ranks(1, train_whole_and_in_two_starts, tmp_path, timeout_s=150, in_group=False)
     trained = torch.load(tmp_path / "trained.pt", weights_only=True)
-    begun = {model: loaded(tmp_path / "weights" / model, model) for model in KINDS}
-    for run in ("whole", "stopped"):
-        epoch = tmp_path / run / "out" / "epoch_0"
-        for model, folder in {"policy": epoch, "value": epoch / "value"}.items():
-            found = loaded(folder, model)
+    for model in OF_MODELS:
+        cfg = of_model(mistral_config(tmp_path / "whole"), model)
+        begun = read_weights(cfg, tmp_path / model, file_names(cfg))
+        for run in ("whole", "stopped"):
+            folder = tmp_path / run / "out" / "epoch_0" / ("value" if model == "value" else "")
+            found = read_weights(cfg, folder, sorted(path.name for path in folder.glob("model-*.safetensors")))
             assert found.keys() == trained[model].keys()
             assert all(torch.equal(found[name], trained[model][name]) for name in found), (run, model)
-            assert any(not torch.equal(found[name], begun[model][name]) for name in found), (run, model)
+            assert any(not torch.equal(found[name], begun[name]) for name in found), (run, model)

@@ -1,6 +1,5 @@
 """PPO has the same answers and weights under any limits, after any failure, on any mesh, and after a stop."""
 
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +9,11 @@ import torch
 from tests.fault_injection import FaultInjector
 from tests.ranks import RankFailed, run_on_ranks
 from tests.recipes.comparisons import Group, Run, Runs, assert_equals_its_reference, compared, runs_in
-from tests.recipes.interrupted_runs import train_until
-from tests.recipes.ppo.rollouts import give_answers, ppo_config, saved
-from tests.recipes.recorders import read_log
-from tests.recipes.running import load_ours, run_as_command
+from tests.recipes.ppo.rollouts import give_answers, ppo_config
+from tests.recipes.running import run_as_command, run_ours
 from torchtune_adaptive.engine.length_profile import MOST_POINTS
 from torchtune_adaptive.rl.ppo import VALUE_FOLDER
-from torchtune_adaptive.rl.stages import FIND_VALUES, FORWARD, STAGES, TRAIN_POLICY, TRAIN_VALUE
+from torchtune_adaptive.rl.stages import FORWARD, STAGES, TRAIN_POLICY, TRAIN_VALUE
 
 
 def fail_in_every_stage(recipe: Any) -> None:
@@ -34,6 +31,7 @@ WIDER = ("ppo_batch_size=4",)
 TIGHT_KIB = 2200
 """Enough for all four rows in stages without a backward, and for one or two rows when the policy trains."""
 UNEQUAL = (f"adaptive.memory_limit=[12MiB,{TIGHT_KIB}KiB]", "use_maximum_batch_size=True", "adaptive.round_to=none")
+RESUMED = ("save_every_n_steps=2", "resume_from_checkpoint=auto", "adaptive.regrow_after=0")
 CLIPPED = ("clip_grad_norm=0.01", "whiten_rewards=True")
 LONGEST_PROMPT, NEW, ROOM, BUDGET_KIB = 16, 12, 64, 2600
 VARIED = (
@@ -83,7 +81,10 @@ GROUPS = {
             "clipped": Run(CLIPPED, like=""),
             "plain on one rank": Run(ALONE, like="plain", ranks=1),
             "clipped on one rank": Run((*ALONE, *CLIPPED), like="clipped", ranks=1),
+            "stopped": Run(RESUMED, like="plain", first=RESUMED, prepare=fail_in_every_stage),
+            "split anew": Run((*RESUMED, "gradient_accumulation_steps=2"), like="plain", first=RESUMED),
         },
+        stop_at=3,
         **COMPARED,
     ),
     "lengths": Group(
@@ -205,48 +206,19 @@ def test_bf16_run_trains_both_models_and_stays_close(runs: Runs) -> None:
     assert first["value_loss"] == pytest.approx(plain["value_loss"], rel=0.3)
 
 
-STOP = 3
-"""The iteration in which a run ends between two stages, after the first checkpoint."""
-RESUMED = (
-    *("dataset.samples=32", "num_steps=32", "shuffle=True", "adaptive.regrow_after=0"),
-    *("save_every_n_steps=2", "resume_from_checkpoint=auto"),
-)
+def test_limits_survive_a_stop_and_a_resumed_run_may_split_anew(runs: Runs) -> None:
+    assert [line["values/microbatch_rows"] for line in runs("rows", "stopped").log] == [2, 2, 2]
+    first, *others = (line["train_policy/microbatches"] for line in runs("rows", "split anew").log)
+    assert others == [first, 2 * first]
 
 
-def train_and_stop(folder: Path, stop_at: int | None, *overrides: str) -> None:
-    """Collective: train to the end, or until iteration `stop_at` has trained the value model. A stage fails in
-    step 1.
-    """
-    recipe = load_ours("full_ppo")(ppo_config(folder, *ON_TWO, *RESUMED, *overrides))
-    recipe.setup()
-    FaultInjector(recipe.stages.runners[FIND_VALUES]).fail_at(rank=1, step=1, operation=40).__enter__()
-    train_until(recipe, recipe.stages.runners[TRAIN_POLICY], stop_at)
+def resume_longer(folder: Path) -> None:
+    run_ours("full_ppo", ppo_config(folder, *ON_TWO, *RESUMED, "num_steps=64"))
 
 
-def train_whole_and_stopped(folder: Path) -> None:
-    train_and_stop(folder / "whole", None)
-    train_and_stop(folder / "stopped", STOP)
-
-
-def resume(folder: Path) -> None:
-    train_and_stop(folder / "stopped", None)
-    train_and_stop(folder / "split anew", None, "gradient_accumulation_steps=2")
-
-
-def test_resumed_run_ends_with_the_weights_of_an_uninterrupted_run(tmp_path: Path) -> None:
-    """With another split of the updates, up to rounding."""
-    run_on_ranks(2, train_whole_and_stopped, tmp_path, timeout_s=100, in_group=False)
-    shutil.copytree(tmp_path / "stopped", tmp_path / "split anew")
-    run_on_ranks(2, resume, tmp_path, timeout_s=100, in_group=False)
-    whole, stopped, split = (saved(tmp_path / name) for name in ("whole", "stopped", "split anew"))
-    assert [name for name in whole if not torch.equal(whole[name], stopped[name])] == []
-    lines = read_log(tmp_path / "stopped" / "log.jsonl")
-    assert [(line["step"], line["values/microbatch_rows"]) for line in lines] == [(n, 2) for n in (1, 2, 3, 4)]
-    torch.testing.assert_close(split, whole, rtol=1e-5, atol=1e-6)
-    microbatches = [line["train_policy/microbatches"] for line in read_log(tmp_path / "split anew" / "log.jsonl")]
-    assert microbatches == [*[microbatches[0]] * 2, *[2 * microbatches[0]] * 2]
-    with pytest.raises(RankFailed, match="ConfigError"):
-        run_on_ranks(1, train_and_stop, tmp_path / "stopped", None, "num_steps=64", timeout_s=60, in_group=False)
+def test_run_is_refused_on_another_number_of_ranks(runs: Runs) -> None:
+    with pytest.raises(RankFailed, match="ConfigError: the checkpoint was saved on 2 ranks"):
+        run_on_ranks(1, resume_longer, runs("rows", "stopped").folder, timeout_s=60, in_group=False)
 
 
 @pytest.mark.parametrize("kib", [2048, 512], ids=["no row", "not even the models"])
