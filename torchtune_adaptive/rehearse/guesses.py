@@ -81,7 +81,12 @@ class Guesses:
         """Return an unknown time between two events, except to an autotuner. Of two, the second is shorter."""
         if re.search("/triton/|/torch/|torchinductor_", caller().f_code.co_filename):
             return usual
-        return self._choose(usual, lambda chance, times: usual * chance.uniform(0.5, 1) * (0.1, 10)[times % 2])
+
+        def draw(chance: random.Random, times: int) -> float:
+            value = usual * chance.uniform(0.5, 1) * (0.1, 10)[times % 2]
+            return _random_number(value, partial(_compare, chance, times))  # type: ignore[no-any-return]
+
+        return self._choose(usual, draw)
 
     def integer(self, usual: int = 0, limits: tuple[int, int] | None = None) -> int:
         """Return an unknown integer: a random one has these limits, of which the second is excluded."""
@@ -195,8 +200,7 @@ def _random_float(chance: random.Random, times: int) -> float:
 
 
 def _random_condition(chance: random.Random, times: int) -> bool:
-    """Return mostly True four times, then mostly False four times, so that several conditions of successive steps have
-    the same result."""
+    """Return mostly True four times, then mostly False: conditions of successive steps often have the same result."""
     return times == 1 or chance.random() < (0.1 if (times - 1) // 4 % 2 else 0.9)
 
 
@@ -231,15 +235,12 @@ class _Random:
         return kind, (kind(self),)
 
 
-class _RandomFloat(_Random, float): ...
-
-
-class _RandomInteger(_Random, int): ...
+_RANDOM: dict[type, Any] = {kind: type(f"Random_{kind.__name__}", (_Random, kind), {}) for kind in (int, float)}
 
 
 def _random_number(number: Any, compare: Callable[[bool], bool]) -> Any:
     """Return a number whose comparisons have the results of `compare`."""
-    found = (_RandomInteger if isinstance(number, int) else _RandomFloat)(number)
+    found = _RANDOM[int if isinstance(number, int) else float](number)
     found.compare = compare
     return found
 
@@ -257,8 +258,8 @@ def _randomly(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 for _name in "lt", "le", "gt", "ge", "add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv", "neg", "abs":
-    setattr(_RandomFloat, f"__{_name}__", _randomly(getattr(float, f"__{_name}__")))
-    setattr(_RandomInteger, f"__{_name}__", _randomly(getattr(int, f"__{_name}__")))
+    for _kind, _random in _RANDOM.items():
+        setattr(_random, f"__{_name}__", _randomly(getattr(_kind, f"__{_name}__")))
 
 
 def caller() -> FrameType:
@@ -324,8 +325,7 @@ def _condition_at(file: str, line: int) -> ast.If | ast.While | ast.Assert | Non
 
 
 def _result_that_continues(at: ast.If | ast.While | ast.Assert | None) -> bool | None:
-    """Return the result with which a loop or a function goes on; None if the condition does not only end one, or has
-    another branch."""
+    """Return the result with which a loop or a function goes on; None if the condition does more than to end one."""
     only = at.body[-1] if isinstance(at, ast.If) and not at.orelse else None
     only = only if isinstance(only, ast.Break) or (isinstance(at, ast.If) and len(at.body) == 1) else None
     value = only.value if isinstance(only, ast.Return) else None

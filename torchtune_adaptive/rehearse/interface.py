@@ -118,8 +118,8 @@ def _with_random_values(
     if other and (other.out_of_memory or (other.fits and other.has_higher_peak_than(found, "reserved_bytes"))):
         place = next(iter(found.reads_before_difference(other)), "an unknown line")
         others[place if place in others else NOT_FINITE + place] = other
-    ended_by = "".join(ends[:1])
-    return replace(found.with_random_values(others), cpu_s=sum(spent), read_again=read_again, ended_by=ended_by)
+    found = found.with_random_values(others)
+    return replace(found, cpu_s=sum(spent), read_again=read_again, ended_by="".join(ends[:1]))
 
 
 def _rehearse(settings: RankSettings, command: Sequence[str], gpu: Gpu, *, quiet: bool) -> RehearsalResult:

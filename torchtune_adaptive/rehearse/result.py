@@ -293,7 +293,8 @@ class RehearsalResult:
                 {
                     "place": place,
                     "verdict": each.verdict().partition("; ")[0],
-                    "higher": each.answer is not None and each.compare_to(self) > 0,
+                    "higher": each.answer is not None
+                    and any(mine[1] > theirs[1] for mine, theirs in zip(each._per_step, self._per_step, strict=False)),
                     "failed": each.answer is None,
                 }
                 for place, each in runs.items()

@@ -41,8 +41,7 @@ from torchtune_adaptive.run_hooks import HOOKS
 MOST_READS = 20_000
 """Reads that are recorded."""
 _TORCH = str(Path(torch.__file__).parent)
-_HERE = str(Path(__file__).parent)
-_PACKAGE = str(Path(__file__).parents[1])
+_HERE, _PACKAGE = map(str, Path(__file__).parents[:2])
 _CACHES = re.compile(r"/__pycache__/|/torchinductor_|/\.triton/|^/proc/")
 
 
