@@ -150,9 +150,7 @@ class Guesses:
             frame = frame.f_back
         place, chance = ("", None) if "-packages/" in frame.f_code.co_filename else self._read()
         if chance is not None:
-            share = (
-                torch.ones(()) if self._times[place] == 1 else torch.rand(values.shape, generator=_generator(chance))
-            )
+            share = torch.rand(values.shape, generator=_generator(chance)) if self._times[place] > 1 else torch.ones(())
             values.copy_(share > 0.5 if values.dtype is torch.bool else values // 2 + share * (1.5 * values.abs() + 2))
 
     def stated(self) -> float | None:
@@ -205,7 +203,7 @@ def _random_condition(chance: random.Random, times: int) -> bool:
 
 
 def _compare(chance: random.Random, times: int, usual: bool) -> bool:
-    """Return the result of comparing a random float: a random one, except that functions and iterations go on."""
+    """Return the result of comparing a random number: a random one, except that functions and iterations go on."""
     at, continues, only_raises = _condition_of(caller())
     if only_raises or (isinstance(at, ast.If) and continues is not None):
         return usual if continues is None else continues

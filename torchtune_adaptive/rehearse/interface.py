@@ -114,12 +114,12 @@ def _with_random_values(
             found = replace(found, is_repeatable=False)
             break
         others[suspects[0]] = other
-    other = differing(None, not_finite=True) if found.end["checks_for_nan"] else None
+    other = differing(None, not_finite=True) if found.end.get("checks_for_nan") else None
     if other and (other.out_of_memory or (other.fits and other.has_higher_peak_than(found, "reserved_bytes"))):
         place = next(iter(found.reads_before_difference(other)), "an unknown line")
         others[place if place in others else NOT_FINITE + place] = other
     found = found.with_random_values(others)
-    return replace(found, cpu_s=sum(spent), read_again=read_again, ended_by="".join(ends[:1]))
+    return replace(found, cpu_s=sum(spent), read_again=read_again, ended_by=next(iter(ends), ""))
 
 
 def _rehearse(settings: RankSettings, command: Sequence[str], gpu: Gpu, *, quiet: bool) -> RehearsalResult:

@@ -287,7 +287,8 @@ class StepRecorder:
 
 def _script_contains(pattern: str) -> bool:
     """Return True if the source of the script, or of a module outside of libraries, contains a pattern."""
-    files = {sys.argv[0], *(str(getattr(each, "__file__", "")) for each in [*sys.modules.values()])}
+    modules = (getattr(each, "__dict__", {}) for each in [*sys.modules.values()])  # does not import lazy ones
+    files = {*sys.argv[:1], *(str(each.get("__file__")) for each in modules)}
     own = (Path(each) for each in files if each.endswith(".py") and not each.startswith((_PACKAGE, *LIBRARIES)))
     return any(re.search(pattern, path.read_text(errors="replace")) for path in own if path.exists())
 
