@@ -84,7 +84,7 @@ class StepTime(NamedTuple):
 
     seconds: float
     parts: dict[str, float]
-    """The seconds of each resource. Launches and hidden communication overlap with the others."""
+    """The seconds of each resource. Launches and overlapped communication do not add to the others."""
     limit: str
     """The resource that determines the duration."""
 
@@ -100,13 +100,12 @@ class StepTime(NamedTuple):
 
 
 COMPUTE, BANDWIDTH, COMMUNICATION = "compute", "memory bandwidth", "communication"
-COPIES, LAUNCHES = "copies between host and GPU", "kernel launches"
+OVERLAPPED, COPIES, LAUNCHES = "overlapped communication", "copies between host and GPU", "kernel launches"
 
 
 def estimate(work: Work, rates: Rates) -> StepTime:
     """Estimate a step with this work."""
-    parts = dict.fromkeys((COMPUTE, BANDWIDTH, COMMUNICATION, COPIES, LAUNCHES), 0.0)
-    hidden = 0.0
+    parts = dict.fromkeys((COMPUTE, BANDWIDTH, COMMUNICATION, OVERLAPPED, COPIES, LAUNCHES), 0.0)
     for operation, count in work.operations:
         parts[LAUNCHES] += count * LAUNCH_S
         if operation.kind == HOST:
@@ -118,16 +117,11 @@ def estimate(work: Work, rates: Rates) -> StepTime:
         moving = max(moving / MEMORY_EFFICIENCY, KERNEL_S)
         parts[COMPUTE if computing > moving else BANDWIDTH] += count * max(computing, moving)
     for collective, times in work.collectives:
-        seconds = times * _communicates(collective, rates)
-        hidden += seconds * collective.hidden
-        parts[COMMUNICATION] += seconds * (not collective.hidden)
+        parts[OVERLAPPED if collective.hidden else COMMUNICATION] += times * _communicates(collective, rates)
     busy = parts[COMPUTE] + parts[BANDWIDTH] + parts[COMMUNICATION]
-    alternatives = {COMMUNICATION: hidden, COPIES: parts[COPIES], LAUNCHES: parts[LAUNCHES]}
-    most = max(alternatives, key=lambda name: alternatives[name])
+    most = max((OVERLAPPED, COPIES, LAUNCHES), key=lambda name: parts[name])
     largest = max((COMPUTE, BANDWIDTH, COMMUNICATION), key=lambda name: parts[name])
-    limit = most if alternatives[most] > busy else largest
-    parts[COMMUNICATION] += hidden
-    return StepTime(max(busy, alternatives[most]), parts, limit)
+    return StepTime(max(busy, parts[most]), parts, most if parts[most] > busy else largest)
 
 
 def time_lines(time: StepTime, work: Work, gpu: str, ranks: int) -> list[str]:
@@ -139,7 +133,7 @@ def time_lines(time: StepTime, work: Work, gpu: str, ranks: int) -> list[str]:
         each = count / work.ranks_per_sample / time.seconds
         total = f" each, {each * ranks:,.0f} on {ranks} ranks" if ranks > 1 else ""
         lines[f"{unit} per second"] = f"{each:,.0f}{total}"
-    others = [name for name in (COMPUTE, BANDWIDTH, COMMUNICATION) if time.parts[name] > 0.05 * time.seconds]
+    others = [name for name in (COMPUTE, BANDWIDTH, COMMUNICATION, OVERLAPPED) if time.parts[name] > 0.05 * time.seconds]
     parts = [time.limit, *(name for name in others if name != time.limit)]
     lines["limited by"] = ", ".join(f"{name} ({seconds_text(time.parts[name])})" for name in parts)
     width = max(map(len, lines)) + 2
