@@ -157,7 +157,7 @@ class AdaptiveConfig:
     `False`: end the run instead"""
     regrow_after: int = setting(COUNT_OR_0, 200)
     """raise a reduced limit by one size after this many steps without an out-of-memory error or a flush of the
-    allocator's cache, or after an eighth of them if it was reduced soon after a search. 0: never raise it"""
+    allocator's cache. 0: never raise it"""
     memory_limit: tuple[MemorySize, ...] | None = setting(SIZES, None, convert=parse_sizes)
     """memory that a rank may use: an amount (`24GiB`, `500MiB`, `80GB`), a fraction of the device (`0.9`), or a list
     with one value per rank. On a GPU the CUDA allocator enforces the limit; on a CPU a meter does. A search on a CPU

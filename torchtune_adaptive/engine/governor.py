@@ -12,11 +12,6 @@ from typing import TypedDict
 from torchtune_adaptive.engine.limits import Limit, MicrobatchSize
 from torchtune_adaptive.formatting import count_of, ranks_named
 
-_EARLY_STEPS = 10
-"""An out-of-memory error in this many steps after a search is probably temporary: the search has measured the limit,
-and the first steps fragment memory. The limit then grows again after fewer steps."""
-_EARLY_FACTOR = 8
-"""The wait until the next growth is this many times shorter after such an error."""
 RECOVERY = "recovery"
 THRASHING = "thrashing"
 GROWTH = "growth"
@@ -61,7 +56,6 @@ class LimitState(TypedDict):
     failed_tries: int
     quiet_steps: int
     before_growth: int | None
-    failed_early: bool
     recoveries: int
 
 
@@ -83,21 +77,17 @@ class Governor:
         self._failed_tries = 0  # consecutive failed growths; each doubles the wait
         self._quiet_steps = 0  # consecutive steps without OOM errors or allocator retries
         self._size_before_growth: int | None = None  # size to return to if probation fails
-        self._early_steps = 0  # remaining steps of _EARLY_STEPS
-        self._failed_early = False
         self._thrashes_at_smallest = False  # set so that this is logged only once
         self._flushed_last_step = False  # whether the allocator flushed its cache in the previous step
         self._retried_single_row = False  # whether this step was repeated under the same limit
 
     @property
     def _regrow_wait(self) -> int:
-        wait = max(1, self._regrow_after // _EARLY_FACTOR) if self._failed_early else self._regrow_after
-        return wait << self._failed_tries
+        return self._regrow_after << self._failed_tries
 
     def allow(self, limit: Limit) -> None:
         """Set the allowed limit, which a search has measured. If the current one is smaller, with the same unit, it
         stays."""
-        self._early_steps = _EARLY_STEPS
         if limit.unit != self._allowed.unit:
             self._failed_tries = 0
             self._switch_to(None)
@@ -117,7 +107,6 @@ class Governor:
         reduced gradients only once (`reduced_once`), because it needs less memory if every microbatch reduces them.
         """
         before, after = self.limit, _shrunk(self.limit, failed)
-        self._failed_early = self._early_steps > 0
         longest = max(microbatch.length for microbatch in failed.values())
         event = f"out of memory on {ranks_named(failed)} (longest sample {longest} tokens)"
         if reduced_once:
@@ -139,7 +128,6 @@ class Governor:
     def completed(self, step: int, flushed_cache: Mapping[int, MicrobatchSize]) -> Change | None:
         """Record a completed step, and lower or raise the limit if that is due; return None if it is not.
         `flushed_cache` contains the ranks whose allocator flushed its cache, each with its largest microbatch."""
-        self._early_steps = max(0, self._early_steps - 1)
         thrashing = bool(flushed_cache) and self._flushed_last_step
         self._flushed_last_step = bool(flushed_cache)
         self._quiet_steps = 0 if flushed_cache else self._quiet_steps + 1
@@ -179,7 +167,6 @@ class Governor:
             "failed_tries": self._failed_tries,
             "quiet_steps": self._quiet_steps,
             "before_growth": self._size_before_growth,
-            "failed_early": self._failed_early,
             "recoveries": self.recoveries,
         }
 
@@ -191,7 +178,7 @@ class Governor:
         if state["unit"] != self.limit.unit:
             return
         self._failed_tries = state["failed_tries"]
-        self._quiet_steps, self._failed_early = state["quiet_steps"], state["failed_early"]
+        self._quiet_steps = state["quiet_steps"]
         self._size_before_growth = state["before_growth"] if self._regrow_after else None
         self._set_size(state["size"])
 
