@@ -133,7 +133,9 @@ def time_lines(time: StepTime, work: Work, gpu: str, ranks: int) -> list[str]:
         each = count / work.ranks_per_sample / time.seconds
         total = f" each, {each * ranks:,.0f} on {ranks} ranks" if ranks > 1 else ""
         lines[f"{unit} per second"] = f"{each:,.0f}{total}"
-    others = [name for name in (COMPUTE, BANDWIDTH, COMMUNICATION, OVERLAPPED) if time.parts[name] > 0.05 * time.seconds]
+    others = [
+        name for name in (COMPUTE, BANDWIDTH, COMMUNICATION, OVERLAPPED) if time.parts[name] > 0.05 * time.seconds
+    ]
     parts = [time.limit, *(name for name in others if name != time.limit)]
     lines["limited by"] = ", ".join(f"{name} ({seconds_text(time.parts[name])})" for name in parts)
     width = max(map(len, lines)) + 2
