@@ -119,6 +119,8 @@ class RehearsalResult:
     """The complete output of the script, if it was not copied to standard error and there is no answer."""
     setting: str = ""
     """How a recipe was rehearsed without its data; empty if it had them."""
+    unread: list[str] = field(default_factory=list)
+    """Places whose value the user has stated, but that read no unknown value."""
     tried: list[dict[str, Any]] = field(default_factory=list)
     """Rehearsals with random values whose memory differs: the place that decides, the verdict, whether it needs more
     memory (`higher`) or has `failed`; and the one with the usual values, if this is not its result."""
@@ -547,6 +549,7 @@ class RehearsalResult:
             ),
             *(f"with {_values_at(place)}: {verdict}" for place, verdict, *_ in tried),
             *["to state a value: --fixed FILE:LINE=N"] * bool(self.tried),
+            *(f"--fixed {place}=N has no effect: this line reads no unknown value" for place in self.unread),
             *["later steps may need more memory: --steps 0 runs to the end"] * bool(self.end.get("stopped")),
             *self.end.get("notes", ()),
             *[f"{self.collectives or 0:,} collectives compared: all ranks agree"] * bool(self.collectives),

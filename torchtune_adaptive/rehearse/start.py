@@ -167,6 +167,7 @@ def rehearse_once(
         request = {"record": folder, "given": settings._asdict(), "command": command}
         ending = execute(request, environ, settings.timeout, output)
         found = RehearsalResult.read_ranks(Path(folder), **memory, gpu=gpu, **ending)
+        found.unread.extend(settings.fixed.keys() - found.places_read)
     if settings.together is None and NEEDS_OTHERS in str(found.end.get("error")):
         needed = list(found.end["needs_ranks"]) if found.ranks > MOST_RANKS else []
         which = f"ranks {', '.join(map(str, needed))}" if needed else "all ranks"
