@@ -45,7 +45,7 @@ class NextTokens(lightning.LightningModule):
         # Simulates the memory of a GPU: rank 1 has too little for 16 samples at once.
         with MemoryMeter(cap_bytes=4_000_000 if self.global_rank == 1 else None):
             result = self.runner.run(samples, step=index + 1)
-        for parameter in self.model.parameters():  # FSDP averages over ranks; the loss is per target token
+        for parameter in self.model.parameters():  # from the average over ranks to the mean over target tokens
             parameter.grad.mul_(self.trainer.world_size / result.target_tokens)
         with self.runner.committing("optimizer.step", last_checkpoint=None):
             optimizer.step()

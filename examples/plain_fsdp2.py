@@ -42,7 +42,7 @@ with MemoryMeter(cap_bytes=15_000_000 if rank == 1 else None):
     for step in range(1, 9):
         lengths = torch.randint(8, 64, (16,)).tolist()
         result = runner.run([torch.arange(1, length) for length in lengths], step=step)
-        for parameter in model.parameters():  # FSDP averages over ranks; the loss is per target token
+        for parameter in model.parameters():  # from the average over ranks to the mean over target tokens
             parameter.grad.mul_(ranks / result.target_tokens)
         with runner.committing("optimizer.step", last_checkpoint=None):
             optimizer.step()
