@@ -96,7 +96,7 @@ def run(options: argparse.Namespace) -> int:
         if len(cards) * len(options.ranks) == 1:
             found = rehearse(command, cards[0], options.ranks[0], **given)
             print(json.dumps(found.as_dict(), indent=2) if options.format == "json" else found.as_text())
-            return HANGS if found.outcome is Outcome.HANGS else _STATUS[found.answer]
+            return HANGS if found.outcome is Outcome.HANGS else _STATUS[found.fits]
         if range_in(command):
             raise ConfigError("a range is searched on a single GPU: give one --gpu and one --ranks")
         rows = compare(partial(rehearse, quiet=True, **given), command, cards, options.ranks)

@@ -64,7 +64,7 @@ class Expectations:
 
     def failures(self, found: RehearsalResult, recorded: RecordedPeak | None) -> list[str]:
         """Return a line for each expectation that is not met."""
-        if found.answer is None or found.answer != self.fits:
+        if found.fits != self.fits:
             return ["fits, but should not"] if found.fits else [found.verdict()]
         failed, peaks = list[str](), found.run_peaks
         for name in MEASURES:

@@ -10,6 +10,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.formatting import is_whole, parse_bytes
@@ -48,23 +49,24 @@ def rehearse(
     """
     words = shlex.split(command) if isinstance(command, str) else list(command)
     check_command(words)
-    for name, value, least in ("ranks", ranks, 1), ("rank", rank, 0), ("devices", devices, 1), ("steps", steps, 0):
-        if value is not None and not is_whole(value, at_least=least):
-            raise ConfigError(f"{name} is {value!r}: pass a whole number from {least}")
-    for name, number, limits in ("timeout", timeout, (0.001, 1e6)), ("skew", skew, (1, 1e6)):
-        if number is not None and not (type(number) in (int, float) and limits[0] <= number <= limits[1]):
-            raise ConfigError(f"{name} is {number!r}: pass a number from {limits[0]} to {limits[1]:,.0f}")
-    several = [*together] if isinstance(together, list | tuple) else [] if together is True else None
-    if (several is None and together is not False) or not all(is_whole(each, at_least=0) for each in several or ()):
-        raise ConfigError(f"together is {together!r}: pass True or a list of ranks")
-    if not (isinstance(fixed, Mapping | None) and all(type(each) in (int, float) for each in (fixed or {}).values())):
-        raise ConfigError(f"fixed is {fixed!r}: pass numbers by FILE:LINE")
+    several = None if together is False else [] if together is True else together
+    for name, value, accepted, allowed in (
+        ("gpu", gpu, isinstance(gpu, str | Gpu), "one name, and call rehearse again for another GPU"),
+        ("ranks", ranks, ranks is None or is_whole(ranks, at_least=1), "a whole number from 1"),
+        ("devices", devices, devices is None or is_whole(devices, at_least=1), "a whole number from 1"),
+        ("rank", rank, is_whole(rank, at_least=0), "a whole number from 0"),
+        ("steps", steps, is_whole(steps, at_least=0), "a whole number from 0"),
+        ("together", together, several is None or _are_ranks(several), "True or a list of ranks"),
+        ("skew", skew, _is_number(skew) and 1 <= skew <= 1e6, "a number from 1 to 10⁶"),
+        ("timeout", timeout, timeout is None or (_is_number(timeout) and 0 < timeout <= 1e6), "seconds up to 10⁶"),
+        ("fixed", fixed, fixed is None or _are_numbers(fixed), "numbers by FILE:LINE"),
+    ):
+        if not accepted:
+            raise ConfigError(f"{name} is {value!r}: pass {allowed}")
     if rank and together is not False:
         raise ConfigError("--together reports the fullest rank, and --rank a single one: leave out one of them")
     if without_data and not any(Path(word).name.startswith("adaptive_") for word in words):
         raise ConfigError("--without-data needs a recipe of this package: tune run adaptive_...")
-    if not isinstance(gpu, str | Gpu):
-        raise ConfigError(f"gpu is {gpu!r}: pass one name, and call rehearse again for another GPU")
     card = gpu_named(gpu) if isinstance(gpu, str) else gpu
     if memory is not None:
         card = card._replace(memory=parse_bytes(memory, "memory"))
@@ -77,6 +79,18 @@ def rehearse(
         report = (lambda _: None) if quiet else partial(print, file=sys.stderr, flush=True)
         return largest(partial(_with_random_values, settings, quiet=True), words, card, ranks, report)
     return _with_random_values(settings, words, card, ranks, quiet=quiet)
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float)
+
+
+def _are_numbers(fixed: Any) -> bool:
+    return isinstance(fixed, Mapping) and all(map(_is_number, fixed.values()))
+
+
+def _are_ranks(together: Any) -> bool:
+    return isinstance(together, list | tuple) and all(is_whole(each, at_least=0) for each in together)
 
 
 def _with_random_values(
@@ -126,7 +140,7 @@ def _rehearse(settings: RankSettings, command: Sequence[str], gpu: Gpu, *, quiet
     """Rehearse a command once. If quiet, keep its output for the result."""
     with tempfile.TemporaryFile() if quiet else nullcontext() as output:
         found = rehearse_once(command, gpu, settings, output)
-        if output and found.answer is None:
+        if output and found.fits is None:
             output.seek(0)
             found = replace(found, output=output.read().decode(errors="replace"))
     if quiet and found.interrupted:

@@ -25,7 +25,7 @@ GIB = 2**30
 SHOWN_STEPS, SHOWN_PLACES = 20, 3
 COMPARED = "compared"
 """The file with the result of comparing the calls of all ranks."""
-USUAL, NOT_FINITE = "usual values", "NaN at "
+USUAL, NOT_FINITE = "the values of the first rehearsal", "NaN at "
 """Descriptions of rehearsals, besides places with random values."""
 ENDLESS = 16
 """A place that was read this many times without another seems to be the condition of an endless loop."""
@@ -235,12 +235,7 @@ class RehearsalResult:
         return next((outcome for outcome, applies in conditions.items() if applies), Outcome.FITS)
 
     @property
-    def fits(self) -> bool:
-        """True if the script ended with success, used a GPU, and could take a second step if it took only one."""
-        return self.outcome is Outcome.FITS
-
-    @property
-    def answer(self) -> bool | None:
+    def fits(self) -> bool | None:
         """True if the script fits, False if it ran out of memory, None if there is no answer."""
         return {Outcome.FITS: True, Outcome.OUT_OF_MEMORY: False}.get(self.outcome)
 
@@ -295,9 +290,9 @@ class RehearsalResult:
                 {
                     "place": place,
                     "verdict": each.verdict().partition("; ")[0],
-                    "higher": each.answer is not None
+                    "higher": each.fits is not None
                     and any(mine[1] > theirs[1] for mine, theirs in zip(each._per_step, self._per_step, strict=False)),
-                    "failed": each.answer is None,
+                    "failed": each.fits is None,
                 }
                 for place, each in runs.items()
             ],
@@ -381,7 +376,7 @@ class RehearsalResult:
             case Outcome.UNUSED:
                 what = "trained" if self.steps else "took no optimizer step"
                 why = f"the script {what}, but its process allocated no GPU memory"
-        return why if self.answer is not None else f"no answer: {why}"
+        return why if self.fits is not None else f"no answer: {why}"
 
     @property
     def guesses(self) -> list[str]:
@@ -562,7 +557,7 @@ class RehearsalResult:
             "guesses", "routing", "tried", "read_again", "ended_by", "later_batch",
         )  # fmt: skip
         return {
-            "fits": self.answer,
+            "fits": self.fits,
             "verdict": self.verdict(),
             **{name: getattr(self, name) for name in same},
             "places_read": self.places_read,

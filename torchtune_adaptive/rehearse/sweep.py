@@ -44,7 +44,7 @@ class SweepRow(NamedTuple):
     @property
     def fits(self) -> bool | None:
         """None if the rehearsal gave no answer."""
-        return self.found.answer
+        return self.found.fits
 
     @property
     def time(self) -> StepTime | None:
