@@ -1,5 +1,6 @@
 """Full and read-only disks: a clear error, and afterwards the run resumes."""
 
+import shutil
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,8 +11,6 @@ from tests.recipes.crash.chain import Tally
 from tests.recipes.crash.hook import TRAIN, Point
 from tests.recipes.crash.plans import FULL, LORA
 from tests.recipes.crash.runs import FAILED, FINISHED, KILLED, STEPS, Start, Variant, live, prepared
-from torchtune_adaptive.demo.model import demo_model
-from torchtune_adaptive.demo.weights import WEIGHTS_FILE, generate_if_missing
 
 SMALL, LARGE = {FULL: "12m", LORA: "5m"}, "128m"
 """Space for two checkpoints, and for all."""
@@ -44,12 +43,11 @@ def may_mount(folder: Path) -> bool:
 def disk_cases(variant: Variant, folder: Path, reference: Path) -> Tally:
     """Run a variant with each kind of disk failure; separate disks need the right to mount."""
     tally = Tally()
+    shutil.copytree(reference.parent / "weights", folder / "weights")  # no file but checkpoints fills the disk
 
     def begun(name: str, *overrides: str) -> Start:
         start = prepared(variant, folder / name, *overrides)
         start.out.mkdir()
-        # files other than checkpoints go elsewhere
-        generate_if_missing(folder / "weights" / WEIGHTS_FILE, lambda: demo_model().state_dict())
         return start
 
     def fails(start: Start, number: int, *words: str, file_bytes: int | None = None) -> None:
