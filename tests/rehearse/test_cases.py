@@ -63,7 +63,6 @@ def test_invalid_argument_is_an_error_before_the_script_starts(options: dict[str
 
 @pytest.mark.smoke
 def test_larger_config_is_reported_by_kind_and_a_killed_script_does_not_end_the_other_cases(tmp_path: Path) -> None:
-    """The example is a repository; the shard has three of its cases."""
     assert files_of(EXAMPLE.parents[1] / "docs" / "ci.md")["fits.toml"] == (EXAMPLE / "fits.toml").read_text()
     skip_without_null_device()
     shutil.copytree(EXAMPLE, folder := tmp_path / "repository")
@@ -72,11 +71,11 @@ def test_larger_config_is_reported_by_kind_and_a_killed_script_does_not_end_the_
     (folder / "killed.py").write_text("import os\nos.kill(os.getpid(), 9)\n")
     medium = folder / "configs" / "medium.json"
     medium.write_text(medium.read_text().replace('"vocabulary": 32000', '"vocabulary": 53248'))
-    words = ("--cases", "fits.toml", "--shard", "1/2", "--jobs", "2", "--junit", "out/fits.xml")
+    words = ("--cases", "fits.toml", "--jobs", "2", "--junit", "out/fits.xml")
     ended = run_program(folder, "tune-adaptive", "rehearse", *words)
     assert ended.returncode == 2, ended.stderr
     table = ended.stdout.partition("\n\n")[0]
-    small, medium_row, killed_row = table.splitlines()[1:]
+    small, _, medium_row, _, killed_row = table.splitlines()[1:]
     assert re.search(r" 4090 +1 +yes .* small, 4090  \+0.00 GiB$", small)
     (grown,) = re.findall(r" yes .* medium, a100-40  \+(\d.\d\d) GiB  <- NOT AS EXPECTED$", medium_row)
     assert 2.9 < float(grown) < 3.1
@@ -84,10 +83,10 @@ def test_larger_config_is_reported_by_kind_and_a_killed_script_does_not_end_the_
     assert f"\nmedium, a100-40: {grown} GiB (" in ended.stdout
     assert re.search(rf"allocated in all .* \+{grown} GiB", ended.stdout)
     suite = ElementTree.parse(folder / "out" / "fits.xml").getroot()
-    assert [suite.get(name) for name in ("tests", "failures", "errors")] == ["3", "1", "1"]
-    assert [[child.tag for child in case] for case in suite] == [[], ["failure"], ["error"]]
-    assert "activations and other" in (suite[1][0].text or "")
-    assert "signal 9" in (suite[2][0].get("message") or "")
+    assert [suite.get(name) for name in ("tests", "failures", "errors")] == ["5", "1", "1"]
+    assert [[child.tag for child in case] for case in suite] == [[], [], ["failure"], [], ["error"]]
+    assert "activations and other" in (suite[2][0].text or "")
+    assert "signal 9" in (suite[4][0].get("message") or "")
     assert ended.stdout.count("signal 9") == 1
 
 
@@ -243,18 +242,11 @@ def test_file_of_cases_excludes_a_command_and_options_of_one(tmp_path: Path) -> 
         assert (ended.returncode, f"--cases reads {name} from its file" in ended.stderr) == (2, True)
 
 
-@pytest.mark.parametrize("words", [("--jobs", "2"), ("--shard", "1/2"), ("--junit", "a.xml"), ("--update-peaks",)])
+@pytest.mark.parametrize("words", [("--jobs", "2"), ("--junit", "a.xml"), ("--update-peaks",)])
 def test_option_of_cases_needs_a_file_of_cases(words: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         main(["rehearse", *words, "--", __file__])
     assert f"{words[0]} needs --cases" in capsys.readouterr().err
-
-
-def test_shard_without_a_case_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "fits.toml").write_text("[[case]]\ncommand = 'a.py'\n")
-    with pytest.raises(SystemExit, match="0"):
-        main(["rehearse", "--cases", str(tmp_path / "fits.toml"), "--shard", "2/3"])
-    assert "shard 2/3 has no case" in capsys.readouterr().err
 
 
 TESTS = """

@@ -350,3 +350,20 @@ def test_every_step_may_compile(rehearse: Rehearse) -> None:
     answer = rehearse(script, "--steps", "0")
     assert (answer.found["fits"], len(answer.found["steps"])) == (True, 100), answer.found["verdict"]
     assert answer.found["time"]
+
+
+def test_trace_that_does_not_fit_on_the_disk_gives_no_time(rehearse: Rehearse) -> None:
+    script = """
+        import resource, torch
+
+        model = torch.nn.Sequential(*[torch.nn.Linear(256, 256) for _ in range(8)]).cuda()
+        optimizer = torch.optim.AdamW(model.parameters())
+        for step in range(4):
+            resource.setrlimit(resource.RLIMIT_FSIZE, (16384, -1))  # of the record and of the trace
+            model(torch.zeros(8, 256, device="cuda")).sum().backward()
+            optimizer.step()
+    """
+    answer = rehearse(script)
+    assert (answer.status, answer.found["time"]) == (0, None)
+    assert "no time is estimated" in answer.printed
+    assert rehearse(script.replace("16384", "-1")).found["time"]["seconds"] > 0

@@ -85,14 +85,11 @@ def _several(given: Mapping[str, Any], name: str, default: str | None) -> list[A
     return value if isinstance(value, list) else [value]
 
 
-def run_cases(path: Path, *, shard: tuple[int, int], jobs: int, junit: str, update: bool, as_json: bool) -> int:
-    """Rehearse the cases of a file, or every N-th of them, print a table, and return the exit status."""
-    every = read_cases(path)
-    if update and all(case.expected.growth_percent is None for case in every):
+def run_cases(path: Path, jobs: int, junit: str, update: bool, *, as_json: bool) -> int:
+    """Rehearse the cases of a file, print a table, and return the exit status."""
+    cases = {case.name: case for case in read_cases(path)}
+    if update and all(case.expected.growth_percent is None for case in cases.values()):
         raise ConfigError(f"--update-peaks: no case of {path} has growth_percent: set it, for example in [defaults]")
-    cases = {case.name: case for case in every[shard[0] - 1 :: shard[1]]}
-    if not cases:
-        print(f"shard {shard[0]}/{shard[1]} has no case", file=sys.stderr)
     peaks, recorded = path.with_suffix(".peaks.json"), read_peaks(path.with_suffix(".peaks.json"))
     ended, unwritten = dict[str, SweepRow](), ""
     for name, found in in_parallel(_rehearse, {name: (case,) for name, case in cases.items()}, jobs):

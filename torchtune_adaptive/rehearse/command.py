@@ -73,7 +73,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument("--cases", metavar="FILE", help="rehearse the commands of this TOML file (docs/ci.md)")
     parser.add_argument("--jobs", type=_count, default=1, metavar="N", help="cases in parallel")
-    parser.add_argument("--shard", type=_shard, default=(1, 1), metavar="I/N", help="run only every N-th case, from I")
     parser.add_argument("--junit", metavar="FILE", default="", help="write the results of the cases as JUnit XML")
     parser.add_argument("--update-peaks", action="store_true", help="record the peaks of the cases")
     parser.add_argument("--format", choices=("text", "json"), default="text", help="output format")
@@ -88,10 +87,8 @@ def run(options: argparse.Namespace) -> int:
     try:
         _refuse_other_options(options)
         if options.cases:
-            return run_cases(
-                Path(options.cases), shard=options.shard, jobs=options.jobs, junit=options.junit,
-                update=options.update_peaks, as_json=options.format == "json",
-            )  # fmt: skip
+            as_json = options.format == "json"
+            return run_cases(Path(options.cases), options.jobs, options.junit, options.update_peaks, as_json=as_json)
         cards = [gpu_named(name) for name in dict.fromkeys(options.gpu or [GPU])]
         if len(cards) * len(options.ranks) == 1:
             found = rehearse(command, cards[0], options.ranks[0], **given)
@@ -111,7 +108,7 @@ def run(options: argparse.Namespace) -> int:
 
 def _refuse_other_options(options: argparse.Namespace) -> None:
     """Refuse the options of cases without a file of cases, and with one, those that it contains instead."""
-    of_cases = {"jobs", "shard", "junit", "update_peaks"}
+    of_cases = {"jobs", "junit", "update_peaks"}
     add_arguments(parser := argparse.ArgumentParser())
     given = {name for name, default in vars(parser.parse_args([])).items() if getattr(options, name) != default}
     if not options.cases and (wrong := given & of_cases):
@@ -131,13 +128,6 @@ def _counts(text: str, least: int = 1) -> list[int]:
     if not all(each.isdecimal() and int(each) >= least for each in numbers):
         raise argparse.ArgumentTypeError(f"{text} is not a number from {least}, or several with commas between them")
     return [int(each) for each in numbers]
-
-
-def _shard(text: str) -> tuple[int, int]:
-    found = re.fullmatch(r"(\d+)/(\d+)", text)
-    if found is None or not 1 <= int(found[1]) <= int(found[2]):
-        raise argparse.ArgumentTypeError(f"{text} is not a number of a shard and the number of shards, as in 1/4")
-    return int(found[1]), int(found[2])
 
 
 def _fixed(text: str) -> tuple[str, float]:

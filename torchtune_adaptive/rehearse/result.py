@@ -220,7 +220,7 @@ class RehearsalResult:
         error = self.unresolved_oom
         conditions = {
             Outcome.OUT_OF_MEMORY: self.out_of_memory is not None,
-            Outcome.INTERRUPTED: self.status != 0 and self.interrupted,
+            Outcome.INTERRUPTED: self.interrupted,
             Outcome.TIMED_OUT: self.timeout is not None,
             Outcome.USED_ELSEWHERE: bool(self.child),
             Outcome.HANGS: bool(self.hang),

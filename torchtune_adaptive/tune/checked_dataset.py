@@ -47,16 +47,17 @@ class CheckedDataset(Dataset[Sample]):
         index = int(index)  # the loader passes NumPy integers
         try:
             sample = {**self.dataset[index], INDEX: index}
+            if self.truncate_at is not None:
+                sample["tokens"] = sample["tokens"][: self.truncate_at]
+            length = self.kind.length_of(sample)
         except (Exception, SystemExit) as error:
             raise SampleError(
                 f"sample {index} of the dataset cannot be read on rank {rank()} ({in_a_line(error)}): fix it or remove "
-                "it or, if the dataset's columns have other names, set the key that names them, such as "
-                "dataset.column_map or dataset.conversation_column; "
+                "it; choose a dataset of the kind that this recipe trains on; or, if columns have other names, set the "
+                "key that names them, such as dataset.column_map or dataset.conversation_column; "
                 "TORCHTUNE_ADAPTIVE_TRACEBACK=1 shows the traceback"
             ) from error
-        if self.truncate_at is not None:
-            sample["tokens"] = sample["tokens"][: self.truncate_at]
-        self.check_length(index, self.kind.length_of(sample))
+        self.check_length(index, length)
         return sample
 
     def check_length(self, index: int, length: int) -> None:

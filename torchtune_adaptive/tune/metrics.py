@@ -68,6 +68,8 @@ class Metrics:
     ) -> None:
         """Log a step with its loss, a mean over target tokens or over `samples`. Waits for the GPU."""
         loss = float(result.loss_sum) / max(1, result.target_tokens if samples is None else samples)
+        if self._shown and not result.target_tokens:
+            logger.warning("step %d: no token counts in the loss: is all text masked, or max_seq_len too small?", step)
         now, ranks = time.perf_counter(), dist.get_world_size()
         tokens_per_second, self._step_began = result.target_tokens / (now - self._step_began), now
         skipped = self._skipped + (grad_norm is not None and not math.isfinite(grad_norm))

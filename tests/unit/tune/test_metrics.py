@@ -64,6 +64,15 @@ def test_progress_has_speed_padding_and_memory(ours: Metrics, monkeypatch: pytes
     assert shown == ["loss 1, 1,234 tokens/s, 12 % padding, 1.0 GiB of 2.0 GiB"]
 
 
+def test_step_without_target_tokens_is_a_warning(ours: Metrics, caplog: pytest.LogCaptureFixture) -> None:
+    load = mock.Mock(tokens=4, padded_tokens=4)
+    result = mock.Mock(loss_sum=torch.zeros(()), target_tokens=0, memory=None, load=load)
+    with mock.patch.object(metrics.dist, "get_world_size", return_value=1):
+        ours._step_began, ours._samples_per_step, ours._bar = 0.0, 4, mock.Mock()
+        ours.log_step(3, result, 0.0, None, {})
+    assert "step 3: no token counts in the loss" in caplog.text
+
+
 def test_validation_loss_that_is_not_finite_is_a_warning(ours: Metrics, caplog: pytest.LogCaptureFixture) -> None:
     ours.log_validation(4, {"val_loss": 1.5})
     ours.log_validation(8, {"val_loss": math.nan})

@@ -114,6 +114,11 @@ def test_unreadable_sample_is_named() -> None:
         CheckedDataset(Broken())[0]
 
 
+def test_sample_of_another_kind_is_named() -> None:
+    with pytest.raises(SampleError, match=r"^sample 0 .*\(KeyError: 'tokens'\)"):
+        CheckedDataset([{"chosen_input_ids": [1]}])[0]
+
+
 def test_pair_longer_than_a_microbatch_is_named_with_the_tokens_of_both_answers() -> None:
     pairs = [JOINED.uniform(1, length) for length in (886, 984)]
     samples = CheckedDataset(pairs, JOINED)
