@@ -27,6 +27,8 @@ COMPARED = "compared"
 """The file with the result of comparing the calls of all ranks."""
 USUAL, NOT_FINITE = "the values of the first rehearsal", "NaN at "
 """Descriptions of rehearsals, besides places with random values."""
+MOST_READS = 20_000
+"""Reads that are recorded."""
 ENDLESS = 16
 """A place that was read this many times without another seems to be the condition of an endless loop."""
 END_OF_STEP, END = "end of step", "end"

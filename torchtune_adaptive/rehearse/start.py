@@ -16,7 +16,7 @@ from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.null_cuda import NullCudaError, environment
 from torchtune_adaptive.rehearse.gpus import Gpu
 from torchtune_adaptive.rehearse.processes import execute
-from torchtune_adaptive.rehearse.result import NEEDS_OTHERS, RehearsalResult
+from torchtune_adaptive.rehearse.result import MOST_READS, NEEDS_OTHERS, RehearsalResult
 
 
 class CannotRehearse(NullCudaError):
@@ -167,7 +167,8 @@ def rehearse_once(
         request = {"record": folder, "given": settings._asdict(), "command": command}
         ending = execute(request, environ, settings.timeout, output)
         found = RehearsalResult.read_ranks(Path(folder), **memory, gpu=gpu, **ending)
-        found.unread.extend(settings.fixed.keys() - found.places_read)
+        if found.fits and len(found.reads) < MOST_READS - 1:  # the record is complete
+            found.unread.extend(settings.fixed.keys() - found.places_read)
     if settings.together is None and NEEDS_OTHERS in str(found.end.get("error")):
         needed = list(found.end["needs_ranks"]) if found.ranks > MOST_RANKS else []
         which = f"ranks {', '.join(map(str, needed))}" if needed else "all ranks"

@@ -33,13 +33,11 @@ from torchtune_adaptive.rehearse.fake_ranks import after_import
 from torchtune_adaptive.rehearse.later_batches import larger_batch, note_batches
 from torchtune_adaptive.rehearse.memory_by_holder import memory_by_holder
 from torchtune_adaptive.rehearse.recording import LIBRARIES, lines, lines_of
-from torchtune_adaptive.rehearse.result import END, END_OF_STEP, NEEDS_OTHERS
+from torchtune_adaptive.rehearse.result import END, END_OF_STEP, MOST_READS, NEEDS_OTHERS
 from torchtune_adaptive.rehearse.start import RankSettings
 from torchtune_adaptive.rehearse.step_trace import RECORDER
 from torchtune_adaptive.run_hooks import HOOKS
 
-MOST_READS = 20_000
-"""Reads that are recorded."""
 _TORCH = str(Path(torch.__file__).parent)
 _HERE, _PACKAGE = map(str, Path(__file__).parents[:2])
 _CACHES = re.compile(r"/__pycache__/|/torchinductor_|/\.triton/|^/proc/")
