@@ -130,18 +130,6 @@ def test_thrashing_at_the_smallest_limit_is_reported_once():
     assert (run.rows, run.kinds) == (1, [THRASHING])
 
 
-@pytest.mark.parametrize(("quiet", "wait"), [(3, 2), (12, 16)], ids=["soon", "later"])
-def test_failure_soon_after_a_search_is_tried_again_sooner(quiet: int, wait: int):
-    run = Run(regrow_after=16)
-    run.governor.allow(RowLimit(8))
-    run.quiet(quiet)
-    run.out_of_memory()
-    run.quiet(wait - 1)
-    assert run.rows == 4
-    run.quiet()
-    assert run.rows == 8
-
-
 @pytest.mark.parametrize("failure", FAILURES)
 def test_wait_doubles_after_a_failure_on_probation_and_is_normal_after_a_later_one(failure: str):
     run = Run()
