@@ -1,6 +1,7 @@
 """Rehearsals from Python, from pytest and from files of cases."""
 
 import json
+import multiprocessing
 import os
 import re
 import shutil
@@ -11,6 +12,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from textwrap import dedent
+from unittest import mock
 from xml.etree import ElementTree
 
 import pytest
@@ -21,7 +23,9 @@ from tests.rehearse.conftest import Rehearse, run_program
 from tests.rehearse.test_rehearse import TRAINS, WEIGHTS
 from torchtune_adaptive.cli.main import main
 from torchtune_adaptive.errors import ConfigError
-from torchtune_adaptive.rehearse import interface
+from torchtune_adaptive.rehearse import cases, interface
+from torchtune_adaptive.rehearse.result import RehearsalResult
+from torchtune_adaptive.rehearse.sweep import in_parallel
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "ci"
 GIB = 2**30
@@ -227,6 +231,36 @@ def wait_until(condition: Callable[[], bool], seconds: float) -> None:
     while not condition():
         assert time.monotonic() < until_s
         time.sleep(0.05)
+
+
+def test_failed_case_ends_its_workers_and_no_other_process() -> None:
+    other = multiprocessing.Process(target=time.sleep, args=(60,))
+    other.start()
+    try:
+        with pytest.raises(ValueError, match="invalid literal"):
+            [*in_parallel(int, {1: ("x",)})]
+        assert other.is_alive()
+        wait_until(lambda: multiprocessing.active_children() == [other], 20)
+    finally:
+        other.kill()
+        other.join()
+
+
+def test_peaks_that_cannot_be_written_are_an_error_after_all_cases(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "fits.toml").write_text(
+        "[defaults]\ngrowth_percent = 1\n[[case]]\ncommand = 'a.py 1'\n[[case]]\ncommand = 'a.py 2'\n"
+    )
+    peaks = {"allocated_bytes": GIB, "reserved_bytes": GIB, "flushes": 0}
+    fits = RehearsalResult(2 * GIB, 0, 0, 1, status=0, steps=[{"step": step, **peaks} for step in (1, 2)])
+    monkeypatch.setattr(cases, "peak_of", lambda _: {**peaks, "by_kind": {}})
+    monkeypatch.setattr(cases, "in_parallel", lambda _, given, jobs: [(name, fits) for name in given])
+    monkeypatch.setattr(cases, "update_peaks", mock.Mock(side_effect=PermissionError(13, "Permission denied")))
+    assert cases.run_cases(tmp_path / "fits.toml", 1, "", True, as_json=False) == 2
+    printed = capsys.readouterr()
+    assert "fits.peaks.json cannot be written: Permission denied" in printed.err
+    assert "2 cases" in printed.out
 
 
 def test_update_of_peaks_without_an_expectation_names_it(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ import torch
 from tests.null.processes import skip_without_null_device
 from tests.rehearse.conftest import Rehearse
 from torchtune_adaptive.cli.main import main
+from torchtune_adaptive.rehearse.device_values import _LIMITS
 from torchtune_adaptive.rehearse.result import RehearsalResult
 
 ROOT = Path(__file__).parents[2]
@@ -510,8 +511,8 @@ def test_error_drawn_in_a_box_is_shown_as_text(end: str, shown: str, rehearse: R
             "memory: '80' is neither an amount of memory nor a fraction; allowed",
         ),
         ({}, ("--gpu", "h1000"), "unknown GPU 'h1000'"),
-        ({}, ("--ranks", "0"), "argument --ranks: 0 is not a number from 1"),
-        ({}, ("--ranks", "1,x"), "is not a number from 1"),
+        ({}, ("--ranks", "0"), "argument --ranks: 0 is not a whole number from 1"),
+        ({}, ("--ranks", "1,x"), "x is not a whole number from 1"),
         ({}, ("--steps", "-1"), "argument --steps: -1 is not a whole number from 0"),
         ({}, ("--devices", "17"), "argument --devices: invalid choice: 17"),
         ({}, ("--fixed", "12=512"), "argument --fixed: 12=512 is not a line and a number, as in train.py:12=512"),
@@ -629,6 +630,9 @@ def test_values_computed_on_the_card_are_guessed_on_the_host_too(rehearse: Rehea
         del rows
         shown.append(torch.randint(1, 9, (8,), device="cuda").sum().item())  # guessed
         shown += torch.repeat_interleave(torch.zeros(2, 5, device="cuda"), lengths, dim=0).shape
+        for create in torch.tensor, torch.as_tensor:
+            assert torch.topk(input=create(data=[5.0, 6.0]).cuda(), k=1).indices.shape == (1,)  # guessed
+        assert not torch.isnan(input=torch.ones(2, device="cuda")).any()  # guessed
         print(size(shown), lengths.cpu().tolist(), torch.tensor([True, False]).cuda().tolist(), flush=True)
     """
     answer = rehearse(dedent(script) + dedent(ONE_STEP))
@@ -1170,3 +1174,21 @@ def test_mask_with_one_element_on_the_host_selects_it(rehearse: Rehearse) -> Non
     """
     answer = rehearse(script)
     assert answer.found["rank_peaks"][0]["allocated_bytes"] > 2 * 32768 * 1024 * 4
+
+
+@pytest.mark.parametrize(
+    ("name", "args", "kwargs", "limits"),
+    [
+        ("argmax", (), {}, (0, 40)),
+        ("argmax", (0,), {}, (0, 8)),
+        ("argmax", (), {"dim": 0}, (0, 8)),
+        ("argsort", (), {"descending": True}, (0, 5)),
+        ("argsort", (0,), {}, (0, 8)),
+        ("multinomial", (2,), {"replacement": True}, (0, 5)),
+    ],
+)
+def test_random_indices_are_below_the_size_of_their_dimension(
+    name: str, args: tuple[int, ...], kwargs: dict[str, object], limits: tuple[int, int]
+) -> None:
+    assert _LIMITS[name](scores := torch.rand(8, 5), *args, **kwargs) == limits
+    assert int(getattr(torch, name)(scores, *args, **kwargs).max()) < limits[1]

@@ -191,5 +191,7 @@ def test_ranks_of_a_recipe_recover_together(rehearse: Rehearse) -> None:
     assert answer.status == 0, answer.printed
     assert "out of memory on rank" in answer.printed
     assert len(answer.found["rank_peaks"]) == 2
+    without_data = rehearse("", "--together", "--ranks", "2", "--without-data", command=(*recipe, *keys, *sizes))
+    assert (without_data.status, len(without_data.found["rank_peaks"])) == (0, 2), without_data.printed
     early = rehearse("", "--together", command=(*recipe, *keys)).found["verdict"]
     assert early == "no answer: the command uses CUDA before it starts the ranks: add --ranks"

@@ -82,7 +82,7 @@ class Recording:
         """Read a file; a last line that is not complete is left out."""
         self.name = f"rank {path.name.removeprefix('rank')}"
         self.places: dict[str, tuple[int, int]] = {}
-        """Its number of the rank in each communicator, and the size of the communicator."""
+        """The rank's number in each communicator, and the communicator's size."""
         self.descriptions: dict[str, str] = {}
         self.calls: defaultdict[tuple[Lane, str], list[NcclCall]] = defaultdict(list)
         """The calls of each lane and verb."""
@@ -206,7 +206,7 @@ class _Machine:
             if there.get(side) != call.what and not (self._may_call(rank) and len(calls) < call.position)
         ]
         size = self._ranks[call.rank].places[call.lane[0]][1]
-        if self._replay.all_ranks and ">" not in call.lane[1] and len(sides) < size:
+        if ">" not in call.lane[1] and len(sides) < size:
             late = [rank for rank in self._replay.running if rank not in sides and self._may_call(rank)]
             found += [""] * (len(sides) + len(late) < size)
         return found
@@ -219,11 +219,11 @@ class _Machine:
 class Replay:
     """What a replay of the recordings in a folder has found."""
 
-    def __init__(self, folder: Path | str, *, running: Collection[str] = (), all_ranks: bool = True) -> None:
-        """The ranks `running` may make further calls. With `all_ranks=False`, some ranks have no recording."""
+    def __init__(self, folder: Path | str, *, running: Collection[str] = ()) -> None:
+        """The ranks `running` may make further calls."""
         found = map(Recording, Path(folder).glob("rank*"))
         self.recordings = {each.name: each for each in sorted(found, key=lambda each: (len(each.name), each.name))}
-        self.running, self.all_ranks = running, all_ranks
+        self.running = running
         self.lanes: dict[Lane, dict[str, tuple[str, list[NcclCall]]]] = {}
         """For each lane its sides, with their rank and their calls. A side without calls is a side, too."""
         for lane in {lane: None for rank in self.recordings.values() for lane, _ in rank.calls}:

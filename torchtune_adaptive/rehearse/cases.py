@@ -6,7 +6,8 @@ import inspect
 import json
 import sys
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -91,7 +92,7 @@ def run_cases(path: Path, jobs: int, junit: str, update: bool, *, as_json: bool)
     if update and all(case.expected.growth_percent is None for case in cases.values()):
         raise ConfigError(f"--update-peaks: no case of {path} has growth_percent: set it, for example in [defaults]")
     peaks, recorded = path.with_suffix(".peaks.json"), read_peaks(path.with_suffix(".peaks.json"))
-    ended, unwritten = dict[str, SweepRow](), ""
+    ended, unwritten = dict[str, SweepRow](), dict[Path, str]()
     for name, found in in_parallel(_rehearse, {name: (case,) for name, case in cases.items()}, jobs):
         print(f"{name}: {found.verdict()}", file=sys.stderr, flush=True)
         if found.output:
@@ -99,17 +100,16 @@ def run_cases(path: Path, jobs: int, junit: str, update: bool, *, as_json: bool)
         expected = cases[name].expected
         if update and found.fits and expected.growth_percent is not None:
             recorded[name] = peak_of(found)
-            update_peaks(peaks, {name: recorded[name]})
+            with _noting_errors(peaks, unwritten):
+                update_peaks(peaks, {name: recorded[name]})
         failures, before = expected.failures(found, recorded.get(name)), recorded.get(name)
         text = report(failures, found, before) if failures else ""
         grown = found.run_peaks["allocated_bytes"] - before["allocated_bytes"] if before else None
         ended[name] = SweepRow(cases[name].gpu, found, name, failures, text, grown)
         if junit:  # after each case, so that a job that is stopped has results
             done = [ended[name] for name in cases if name in ended]
-            try:
+            with _noting_errors(Path(junit), unwritten):
                 replace_file(Path(junit), _junit(printable(path.name), done))
-            except OSError as error:
-                unwritten = f"error: {junit} cannot be written: {reason(error)}"
     rows = [ended[name] for name in cases]
     if as_json:
         print(json.dumps([row.as_dict() for row in rows], indent=2))
@@ -118,9 +118,17 @@ def run_cases(path: Path, jobs: int, junit: str, update: bool, *, as_json: bool)
         cpu_s = sum(row.found.cpu_s for row in rows)
         total = f"{count_of(len(rows), 'case')}, {len(failed)} not as expected, {cpu_s:.0f} CPU s"
         print(as_table(rows), total, *failed, sep="\n\n")
-    if unwritten:
-        print(unwritten, file=sys.stderr)
+    for file, why in unwritten.items():
+        print(f"error: {file} cannot be written: {why}", file=sys.stderr)
     return max([0, 2 * bool(unwritten), *(2 if row.fits is None else 1 for row in rows if row.failures)])
+
+
+@contextmanager
+def _noting_errors(file: Path, unwritten: dict[Path, str]) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        unwritten[file] = reason(error)
 
 
 def _rehearse(case: Case) -> RehearsalResult:

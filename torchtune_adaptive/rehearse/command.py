@@ -124,10 +124,7 @@ def _count(text: str, least: int = 1) -> int:
 
 
 def _counts(text: str, least: int = 1) -> list[int]:
-    numbers = dict.fromkeys(text.split(","))
-    if not all(each.isdecimal() and int(each) >= least for each in numbers):
-        raise argparse.ArgumentTypeError(f"{text} is not a number from {least}, or several with commas between them")
-    return [int(each) for each in numbers]
+    return [*dict.fromkeys(_count(each, least) for each in text.split(","))]
 
 
 def _fixed(text: str) -> tuple[str, float]:

@@ -41,12 +41,14 @@ _TO_ROUND = {"div", "__truediv__", "ceil", "floor", "round"}
 _COUNTS = {"bincount", "histc"}
 """Functions that count how many tokens a router sends to each expert."""
 _LIMITS: dict[str, Callable[..., tuple[int, int] | None]] = {
-    "randint": lambda first, second=None, *_: (first, second) if isinstance(second, int) else (0, first),
-    "randperm": lambda size: (0, size),
-    "multinomial": lambda weights, *_: (0, weights.shape[-1]),
-    "argsort": lambda tensor, *_: (0, tensor.shape[-1] if tensor.ndim else 1),
-    "argmax": lambda tensor, *_: (0, tensor.shape[-1] if tensor.ndim else 1),
-    "sum": lambda tensor, *_: (0, tensor.numel() + 1) if tensor.dtype is torch.bool else None,
+    "randint": lambda first, second=None, *_, high=None, **__: (
+        (first, high or second) if isinstance(high or second, int) else (0, first)
+    ),
+    "randperm": lambda size, **_: (0, size),
+    "multinomial": lambda weights, *_, **__: (0, weights.shape[-1]),
+    "argsort": lambda tensor, dim=-1, *_, **__: (0, tensor.shape[dim] if tensor.ndim else 1),
+    "argmax": lambda tensor, dim=None, *_, **__: (0, tensor.numel() if dim is None else tensor.shape[dim]),
+    "sum": lambda tensor, *_, **__: (0, tensor.numel() + 1) if tensor.dtype is torch.bool else None,
 }
 """Functions that return integers, and the limits of these for their arguments."""
 _IN_PLACE = ("__setitem__", "scatter_", "fill_", "zero_", "add_", "sub_", "mul_", "__iadd__", "__isub__", "__ior__")
@@ -208,14 +210,15 @@ class DeviceValues:
         """Wrap a function that copies: record copies to the device, and replace unknown values in copies from it."""
 
         @functools.wraps(function)
-        def copy(given: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        def copy(*args: Any, **kwargs: Any) -> torch.Tensor:
             if torch.compiler.is_compiling():
-                return function(given, *args, **kwargs)
-            source = next(iter((*args, *kwargs.values()))) if function.__name__ == "copy_" else given
+                return function(*args, **kwargs)
+            given: Any = args[0] if args else kwargs.get("data")
+            source = next(iter((*args[1:], *kwargs.values()))) if function.__name__ == "copy_" else given
             from_device = isinstance(source, torch.Tensor) and source.is_cuda
             if from_device and source.is_floating_point() and source.numel() >= LARGE and _is_plain(source):
                 source.data.zero_()  # it may contain integers of an earlier tensor, which are not valid floats
-            copied = function(given, *args, **kwargs)
+            copied = function(*args, **kwargs)
             if copied.is_cuda and copied.is_floating_point() and copied.numel() != 1:
                 return copied
             # to convert types or to copy non-contiguous tensors, a device needs a kernel, so the result is unknown
@@ -279,11 +282,11 @@ class DeviceValues:
         """Wrap `topk`: spread its indices evenly over the dimension or, with a skew, over the first part of it."""
 
         @functools.wraps(function)
-        def top(tensor: torch.Tensor, k: int, dim: int = -1, *args: Any, **kwargs: Any) -> Any:
-            result = function(tensor, k, dim, *args, **kwargs)
+        def top(input: torch.Tensor, k: int, dim: int = -1, *args: Any, **kwargs: Any) -> Any:
+            result = function(input, k, dim, *args, **kwargs)
             if self._can_be_known(result.indices):
                 self._routes, last = True, result.indices.movedim(dim, -1)
-                used = max(k, round(tensor.shape[dim] / self.skew))
+                used = max(k, round(input.shape[dim] / self.skew))
                 spread = (torch.arange(last.numel(), device="cpu") + self.guesses.offset(used)) % used
                 self._write(result.indices, spread.view(last.shape).movedim(-1, dim))
             return result
@@ -419,7 +422,7 @@ def _limit(function: Callable[..., torch.Tensor], limits: Callable[..., Any]) ->
     def choose(*args: Any, **kwargs: Any) -> torch.Tensor:
         result = function(*args, **kwargs)
         if args and not torch.compiler.is_compiling() and result.is_cuda and _is_plain(result):
-            vars(result.untyped_storage())["limits"] = limits(*args)
+            vars(result.untyped_storage())["limits"] = limits(*args, **kwargs)
         return result
 
     return choose
@@ -476,9 +479,9 @@ def _check(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]
     """Wrap a check for NaN or infinity: its result is marked as one of finite numbers."""
 
     @functools.wraps(function)
-    def check(tensor: torch.Tensor) -> torch.Tensor:
-        result = function(tensor)
-        if not torch.compiler.is_compiling() and tensor.is_cuda:
+    def check(*args: Any, **kwargs: Any) -> torch.Tensor:
+        result = function(*args, **kwargs)
+        if not torch.compiler.is_compiling() and result.is_cuda:
             setattr(result, _CHECK, _CHECKS[function.__name__])
         return result
 

@@ -89,7 +89,7 @@ class Guesses:
         return self._choose(usual, draw)
 
     def integer(self, usual: int = 0, limits: tuple[int, int] | None = None) -> int:
-        """Return an unknown integer: a random one has these limits, of which the second is excluded."""
+        """Return an unknown integer; a random one is at least `limits[0]` and below `limits[1]`."""
 
         def draw(chance: random.Random, times: int) -> int:
             self._drawn = chance, times
@@ -120,7 +120,7 @@ class Guesses:
         return usual != (self._is_nan(place) and not only_raises)
 
     def _is_nan(self, place: str) -> bool:
-        """Return True if this read has NaN: not the second one, so that a script that skips such steps takes others."""
+        """Return True if this read is NaN. Every third is not, so that a script that skips such steps takes others."""
         return self.not_finite and place != "" and self._times[place] % 3 != 2
 
     def values(self, tensor: torch.Tensor, usual: bool | None = None, limits: tuple[int, int] | None = None) -> None:

@@ -84,9 +84,10 @@ class _Server:
         return self._process.poll() is None
 
 
-_Place = tuple[int, str, list[tuple[str, str]]]
+_Place = tuple[int, int, str, list[tuple[str, str]]]
 _kept: list[tuple[_Place, _Server]] = []
-"""The server of the last command, and where it can run another: the process, its folder and its environment."""
+"""The server of the last command, and where it can run another: the process and the thread, because the server
+ends with the thread that started it, the folder and the environment."""
 
 
 def execute(
@@ -97,7 +98,7 @@ def execute(
     Return the exit status, CPU seconds, the last error, and whether Ctrl-C or the timeout (in seconds) ended it.
     """
     variables = sorted(each for each in environ.items() if not each[0].startswith("NULL_CUDA_"))
-    where = os.getpid(), os.getcwd(), variables
+    where = os.getpid(), threading.get_native_id(), os.getcwd(), variables
     printed, shown = bytearray(), output.fileno() if output else 2
     reading, errors = os.pipe()
     copying = threading.Thread(target=_copy, args=(reading, os.dup(shown), printed), daemon=True)
@@ -121,9 +122,10 @@ def execute(
 
 def _kept_server(where: _Place) -> _Server | None:
     """Return the kept server if it can run a command there. Close it if it belongs to this process, but cannot."""
-    if not _kept:
+    try:
+        kept, server = _kept.pop()
+    except IndexError:
         return None
-    kept, server = _kept.pop()
     if kept == where and server.runs:
         return server
     if kept[0] == os.getpid():

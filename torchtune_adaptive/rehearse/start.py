@@ -109,7 +109,7 @@ class RankSettings(NamedTuple):
     together: Sequence[int] | None = None
     """The ranks that run as processes and exchange messages; empty: all; None: only `rank` runs."""
     skew: float = 1
-    """How many times the average number of tokens a router sends to the experts that it uses."""
+    """Tokens that a router sends to each expert that it uses, as a multiple of the average."""
     fixed: Mapping[str, float] = {}
     """Values that are read at `file:line`."""
     kept: Sequence[str] | None = None

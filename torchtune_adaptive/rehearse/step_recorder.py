@@ -113,7 +113,6 @@ class StepRecorder:
             self._end_step()
         _add(self._reading, self._peaks.read())
         self._write_end(self._reading, error)
-        self._process = 0  # the record is complete
 
     def _write_end(self, after_last_step: Usages, error: BaseException | None = None, *, stopped: bool = False) -> None:
         _add(self._run, after_last_step)
@@ -138,6 +137,7 @@ class StepRecorder:
             "notes": [note for note, applies in conditions.items() if applies],
         }
         self.write("end", {**asdict(_fullest(after_last_step)), **facts})
+        self._process = 0  # the record is complete
 
     def _exclude_probes(self, probes: Any) -> None:
         """Exclude the steps that a search of this package's engine runs."""
@@ -214,7 +214,6 @@ class StepRecorder:
         if self.steps == self._most_steps:
             self._write_end({}, stopped=True)
             flush()
-            self._process = 0  # the record is complete
             self._after_last_step()
 
     def _look_ahead_and_exit(self) -> NoReturn:

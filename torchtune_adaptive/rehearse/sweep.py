@@ -149,7 +149,7 @@ def in_parallel(
     work: Callable[..., _Result], cases: Mapping[_Key, tuple[Any, ...]], jobs: int | None = None
 ) -> Generator[tuple[_Key, _Result]]:
     """Call `work` with the arguments of each case, in forked processes; yield each result when it is ready."""
-    workers = max(1, min(len(cases), jobs or len(os.sched_getaffinity(0))))
+    workers, others = max(1, min(len(cases), jobs or len(os.sched_getaffinity(0)))), multiprocessing.active_children()
     with interrupted_by_signals(), ProcessPoolExecutor(workers, initializer=_start_worker) as pool:
         try:
             waiting = {pool.submit(_run_case, work, *case): key for key, case in cases.items()}
@@ -157,7 +157,7 @@ def in_parallel(
                 yield waiting[done], done.result()
         except BaseException as error:
             pool.shutdown(wait=False, cancel_futures=True)
-            for worker in multiprocessing.active_children():
+            for worker in {*multiprocessing.active_children()}.difference(others):
                 worker.terminate()
             if isinstance(error, BrokenProcessPool):
                 raise CannotRehearse("a process of a rehearsal was killed: is this machine out of memory?") from error

@@ -36,8 +36,8 @@ def fork_ranks(ranks: Sequence[int], folder: Path) -> tuple[int, Callable[[], No
     """
     if torch.cuda.is_initialized():
         raise CannotRehearse("the command uses CUDA before it starts the ranks: add --ranks")
-    for path in folder.iterdir():  # delete the record of this process
-        path.unlink()
+    for record in filter(Path.is_file, folder.iterdir()):  # delete the record of this process
+        record.unlink()
     calls = folder / "calls"
     calls.mkdir()
     finished = mmap(-1, len(ranks))
@@ -53,9 +53,9 @@ def fork_ranks(ranks: Sequence[int], folder: Path) -> tuple[int, Callable[[], No
     statuses = _wait(running, ranks, finished, folder)
     replay = Replay(calls, running=[_name(rank) for rank, status in statuses.items() if status is None])
     ended = {_name(rank): _ending(folder / str(rank)) for rank, status in statuses.items() if status is not None}
-    alone = [each.error for each in ended.values() if not each.error.startswith("CannotRehearse")]
+    refused = any(each.error.startswith("CannotRehearse") for each in ended.values())
     killed = any(status is not None and status < 0 for status in statuses.values())
-    hang = {} if killed or len(alone) < len(ended) or all(statuses.values()) else explain(replay, ended)
+    hang = {} if killed or refused or all(statuses.values()) else explain(replay, ended)
     (folder / COMPARED).write_text(json.dumps({"collectives": replay.calls, "hang": hang}))
     os._exit(0)
 

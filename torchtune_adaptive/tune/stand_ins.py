@@ -6,11 +6,13 @@ Each accepts the arguments of what it replaces.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from torch.utils.data import Dataset
 from torchtune import training
 
+from torchtune_adaptive.checkpoints.store import RECIPE_STATE, RECIPE_STATE_FILE
 from torchtune_adaptive.tune.model import Unfilled
 from torchtune_adaptive.tune.samples import PAIR, TEXT
 
@@ -19,17 +21,20 @@ TOKEN = 1
 
 
 class NoWeights:
-    """A checkpointer without files."""
+    """A checkpointer that reads and writes no values."""
 
-    def __init__(self, **_: Any) -> None:
-        """Ignore all arguments."""
+    def __init__(self, output_dir: str, **_: Any) -> None:
+        self._folder = Path(output_dir)
 
     def load_checkpoint(self) -> dict[str, Any]:
         """Return a marker, with which parameters are allocated but not initialized."""
         return {training.MODEL_KEY: Unfilled()}
 
-    def save_checkpoint(self, *_: Any, **__: Any) -> None:
-        """Save nothing."""
+    def save_checkpoint(self, *_: Any, epoch: int, **__: Any) -> None:
+        """Create the folder of torchtune's weights and an empty file of the recipe's state."""
+        for folder in f"epoch_{epoch}", RECIPE_STATE:
+            (self._folder / folder).mkdir(parents=True, exist_ok=True)
+        (self._folder / RECIPE_STATE / RECIPE_STATE_FILE).touch()
 
 
 class NoTokenizer:
