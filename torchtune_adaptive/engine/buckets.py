@@ -172,7 +172,8 @@ class GradientBuckets:
             bucket.begin()
 
     def describe(self) -> tuple[bool, int]:
-        """Return True if gradients are not reduced yet, and a checksum of the parameters that have gradients."""
+        """Return True if gradients are left, after which reductions no longer overlap with the backward, and a checksum
+        of the parameters that have gradients."""
         left = [each.grad is not None for bucket in self._buckets for each in bucket.parameters]
         if self._reduced and any(left):
             self._order_known = False

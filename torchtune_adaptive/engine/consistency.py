@@ -24,12 +24,13 @@ UNCHANGED = "as before"
 
 
 class EqualSteps:
-    """Checks that all ranks run the same number of samples and microbatches, without a collective.
+    """Checks that all ranks run equally many microbatches (before ghost passes, also samples), without a collective.
 
     If the numbers differ, ranks wait for each other in different collectives until the group's timeout. Therefore a
     rank writes its numbers to the group's store when they change, before the first collective of the step. It reads
     those of its peers before the first collective of the run. In later steps, it reads them after the first collective
-    of the step, because a peer may have announced nothing. Steps without a change cost nothing.
+    of the step, because a peer may have announced nothing. With replicas, later steps are not compared, because that
+    collective does not include all ranks. Steps without a change cost nothing.
     """
 
     _instances = 0
@@ -67,7 +68,7 @@ class EqualSteps:
                 raise UnrecoverableError(
                     f"the ranks have different numbers of microbatches in one step ({', '.join(steps)}, by "
                     "rank), so they would wait for each other in different collectives: pass the same number and the "
-                    "same limit on every rank, or use a TokenLimit and a SampleKind with a filler"
+                    "same limit on every rank, or use a TokenLimit"
                 )
             time.sleep(0.01)
 
@@ -91,7 +92,7 @@ def compare_replicas(models: Iterable[nn.Module]) -> None:
         # skips parameters without replicas, for example most of them under tensor parallelism
         if len(ranks := _ranks_with_same_shard(parameter)) > 1:
             replicated.setdefault(ranks, []).append(parameter)
-    if not replicated or world_size() == 1:
+    if not replicated:
         return
     checksums = from_all_ranks({ranks: checksum(shards) for ranks, shards in replicated.items()})
     for here, own_checksums in enumerate(checksums):

@@ -163,11 +163,10 @@ def is_whole(model: nn.Module) -> bool:
     return not sharded and not any(isinstance(each, DTensor) for each in model.parameters())
 
 
-def gathers_from_all(model: nn.Module) -> bool:
-    """Return True if all ranks take part in each collective of the model: one mesh of shards, no replicas."""
+def spans_all_ranks(model: nn.Module) -> bool:
+    """Return True if FSDP2 shards or replicates the model over all ranks, in meshes of one or two dimensions."""
     groups = groups_of(model)
-    over_all_ranks = all(group.mesh_info.mesh.size() == world_size() for group in groups)
-    return bool(groups) and over_all_ranks and not has_replicas(model)
+    return bool(groups) and all(group.mesh_info.mesh.size() == world_size() for group in groups)
 
 
 def exchanges_activations(model: nn.Module) -> bool:

@@ -110,6 +110,7 @@ class Governor:
         longest = max(microbatch.length for microbatch in failed.values())
         event = f"out of memory on {ranks_named(failed)} (longest sample {longest} tokens)"
         if reduced_once:
+            self._quiet_steps = 0
             wait_text, reaction = "", f"gradients are reduced in every microbatch from now on, limit stays at {before}"
         elif not self._retried_single_row and all(microbatch.rows == 1 for microbatch in failed.values()):
             self._retried_single_row = True

@@ -203,9 +203,10 @@ class AttemptReports(tuple[AttemptReport, ...]):
         positions = [report.position for report in self]
         differ = self.failed and sum(report.positions_in_groups for report in self)  # after ghost passes
         if differ or len(set(positions)) > 1:
+            numbers = f" ({positions}, by rank)" if len(set(positions)) > 1 else ""
             raise UnrecoverableError(
-                f"the ranks issued different numbers of collectives in one step ({positions}, by rank), so they have "
-                "exchanged wrong data; use the same model and the same number of samples on all ranks"
+                f"the ranks issued different numbers of collectives in one step{numbers}, so they have exchanged wrong "
+                "data; use the same model and the same number of samples on all ranks"
             )
         if len({report.names for report in self if not report.failed}) > 1:
             raise UnrecoverableError(

@@ -16,7 +16,7 @@ from operator import attrgetter
 from typing import NamedTuple
 
 from torchtune_adaptive.engine.limits import MAX_ROWS, Surface, candidate_rows
-from torchtune_adaptive.errors import OneRowDoesNotFitError, Remedy, check_choice
+from torchtune_adaptive.errors import OneRowDoesNotFitError, Remedy
 from torchtune_adaptive.formatting import format_apart, format_bytes
 
 
@@ -367,7 +367,6 @@ def search(
     that `no_fit_error` returns is raised. The strategy `decrease` starts at `max_rows`. The search ends early if the
     measurements show that the result will be below `least_rows`.
     """
-    check_choice("strategy", strategy, STRATEGIES)
     candidates = candidate_rows(max_rows, round_to)
     most = MAX_ROWS if max_rows is None else max_rows
     history = History(budget.total_bytes, candidates, most, budget.resident_bytes)

@@ -58,7 +58,7 @@ def restoring_state(models: Sequence[nn.Module], optimizers: Sequence[Optimizer]
 
 @contextmanager
 def _keeping_weights(weights: Iterable[Tensor], idling: Sequence[Optimizer]) -> Iterator[None]:
-    """Collective: let steps of these optimizers change no weight. Raise on all ranks if others have changed these."""
+    """Collective: let steps of these optimizers change no weight. Raise on all ranks if `weights` have changed."""
     sums = checksums_of(weights)
     hooks = [optimizer.register_step_pre_hook(_idle) for optimizer in idling]
     try:

@@ -69,6 +69,8 @@ class _NextPlan(NamedTuple):
     limit: Limit
     lengths: list[int]
     plan: Plan
+    microbatches: int = 0
+    """The number of microbatches into which all ranks split the step."""
 
 
 class _ReduceOnce:
@@ -142,10 +144,10 @@ class StepRunner(Generic[Sample]):
         """Returns a context for each microbatch and each drain. Tests inject faults with it."""
         self._next_plan: _NextPlan | None = None
         self._others_with_gradients = 0  # number of other models with gradients before the latest attempt
-        self._gathers_from_all = fsdp.gathers_from_all(model)
+        self._gathers_from_all = fsdp.spans_all_ranks(model) and not fsdp.has_replicas(model)
         can_reduce_once = reduce_once and self._gathers_from_all and not self._ledger.uses_ghost_passes
         self._reduce_once = _ReduceOnce(model, possible=can_reduce_once)
-        self._equal_steps = EqualSteps(enabled=self._ledger.uses_ghost_passes or self._gathers_from_all)
+        self._equal_steps = EqualSteps(enabled=self._ledger.uses_ghost_passes or fsdp.spans_all_ranks(model))
         self._is_whole = fsdp.is_whole(model)
         averages = world_size() > 1 and self._is_whole
         self._buckets = GradientBuckets(self._ledger.issue_unrecorded) if averages else None
@@ -214,7 +216,8 @@ class StepRunner(Generic[Sample]):
             upcoming_plan = self._plan_upcoming(upcoming)
             reports = self._agree(outcome, plan, samples, len(upcoming_plan.plan) if upcoming_plan else 0)
             if isinstance(outcome, Totals) and not reports.failed:
-                self._keep_plan(upcoming_plan, reports.upcoming_microbatches)
+                if upcoming_plan and (microbatches := reports.upcoming_microbatches):  # 0 if a rank has no plan
+                    self._next_plan = upcoming_plan._replace(microbatches=microbatches)
                 self._reduce_once.completed(reports)
                 # without recovery, the limit stays: a larger one could run out of memory
                 if self.recovers and (change := self._governor.completed(step, reports.flushed_cache)):
@@ -263,19 +266,21 @@ class StepRunner(Generic[Sample]):
         Collective under a limit by length, unless the previous call of `run` has planned these samples as `upcoming`.
         Under a limit by rows, the numbers are equal because all ranks have equally many samples.
         """
-        limit, padded, planned = self.limit, self.kind.padded, self._next_plan
+        limit, planned = self.limit, self._next_plan
         self._next_plan = None
         if planned is not None and planned.limit == limit:
             if planned.lengths != lengths:
                 raise ValueError("the samples differ from `upcoming` of the previous call; pass the same ones")
-            return planned.plan
-        plan = self.kind.plan(lengths, limit)
-        if not limit.by_length:
-            return plan
-        self._equal_steps.announce("by length")
-        self._equal_steps.check(waits=True)
-        needs = gather_reports(self.recovery.agreement, AttemptReport(upcoming_microbatches=len(plan)))
-        return spread(plan, lengths, limit, needs.upcoming_microbatches, padded=padded)
+            plan, microbatches = planned.plan, planned.microbatches
+        else:
+            plan = self.kind.plan(lengths, limit)
+            if not limit.by_length:
+                return plan
+            self._equal_steps.announce("by length")
+            self._equal_steps.check(waits=True)
+            needs = gather_reports(self.recovery.agreement, AttemptReport(upcoming_microbatches=len(plan)))
+            microbatches = needs.upcoming_microbatches
+        return spread(plan, lengths, limit, microbatches, padded=self.kind.padded)
 
     def _plan_upcoming(self, upcoming: Sequence[Sample] | None) -> _NextPlan | None:
         """Return a plan of the next step in the fewest microbatches.
@@ -287,14 +292,6 @@ class StepRunner(Generic[Sample]):
             return None
         lengths = self.kind.lengths(upcoming)
         return _NextPlan(limit, lengths, self.kind.plan(lengths, limit))
-
-    def _keep_plan(self, upcoming: _NextPlan | None, microbatches: int) -> None:
-        """Store the next step's plan, split into `microbatches`. If that is 0, some rank has no plan: store nothing."""
-        if upcoming is not None and microbatches:
-            limit, lengths, plan = upcoming
-            self._next_plan = _NextPlan(
-                limit, lengths, spread(plan, lengths, limit, microbatches, padded=self.kind.padded)
-            )
 
     def _attempt(self, samples: Sequence[Sample], plan: Plan, *, reduce_once: bool = False) -> Totals | int:
         """Collective: run all microbatches. Return their totals, or the index of the one that ran out of memory.
@@ -379,7 +376,7 @@ class StepRunner(Generic[Sample]):
                 clear_frames(error)
             if (position := self._ledger.progress) == failed_at:
                 raise UnrecoverableError(
-                    f"rank {rank()} ran out of memory although it holds only its shard of weights and optimizer state, "
+                    f"rank {rank()} ran out of memory although it holds only weights and optimizer state, "
                     "so it cannot issue the collectives that its peers are waiting for",
                     Remedy.MORE_RANKS,
                     Remedy.LARGER_BUDGET,

@@ -109,10 +109,13 @@ def a_step_skipped_on_one_rank() -> None:
         model.zero_grad()
 
 
-def other_numbers_of_samples(first: list[int], second: list[int], limits: tuple[Limit, Limit]) -> None:
-    """Train with these numbers of samples in each step of a rank."""
-    runner = runner_of(build(ModelConfig(dropout=0.0)), limits[dist.get_rank()])
-    for step, count in enumerate((first, second)[dist.get_rank()]):
+def other_numbers_of_samples(
+    first: list[int], second: list[int], limits: tuple[Limit, Limit], replicas: int = 1
+) -> None:
+    """Train with these numbers of samples in each step of a rank, `second` on every second rank."""
+    place = dist.get_rank() % 2
+    runner = runner_of(build(ModelConfig(dropout=0.0, replicas=replicas)), limits[place])
+    for step, count in enumerate((first, second)[place]):
         runner.run(samples_of(dist.get_rank(), count), step=step)
         runner.model.zero_grad()
 
@@ -388,6 +391,7 @@ ENDED = [
     case(DIFFERENT, other_numbers_of_samples, [8], [6], ROWS, names=("4 ", "3 ")),
     case(DIFFERENT, other_numbers_of_samples, [8, 8], [8, 6], ROWS, names=("3 ",)),
     case(DIFFERENT, other_numbers_of_samples, [8, 10], [8, 8], ROWS, names=("5 ",)),
+    case(DIFFERENT, other_numbers_of_samples, [8], [6], ROWS, 2, ranks=4, names=("4 ", "3 ")),
     case(DIFFERENT, other_numbers_of_samples, [8], [8], (RowLimit(2), RowLimit(4)), names=("4 ", "2 ")),
     case(DIFFERENT, other_numbers_of_samples, [8], [8], (RowLimit(2), TokenLimit(16)), names=("4 ",)),
     case(DIFFERENT, other_collectives_of_a_group),

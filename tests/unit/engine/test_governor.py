@@ -56,9 +56,13 @@ class Run:
         self.governor.begin_step()
         self.governor.out_of_memory(ALONE, self.step)
 
+    def once_reduced_step_fails(self) -> None:
+        self.governor.out_of_memory({3: self.microbatch()}, self.step, reduced_once=True)
+
     def _complete(self, steps: int, flushed_cache: dict[int, MicrobatchSize]) -> None:
         for _ in range(steps):
             self.step += 1
+            self.governor.begin_step()
             if (event := self.governor.completed(self.step, flushed_cache)) is not None:
                 self.events.append(event)
 
@@ -72,7 +76,9 @@ FAILURES = {
 }
 histories = st.lists(
     st.integers(1, 3 * AFTER).map(lambda steps: [Run.quiet] * steps)
-    | st.sampled_from([Run.retries, Run.out_of_memory, Run.one_row_fails]).map(lambda failure: [failure]),
+    | st.sampled_from([Run.retries, Run.out_of_memory, Run.one_row_fails, Run.once_reduced_step_fails]).map(
+        lambda failure: [failure]
+    ),
     max_size=12,
 ).map(lambda parts: [*chain(*parts)])
 """What happens in each step of a run."""
