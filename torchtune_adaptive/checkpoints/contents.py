@@ -10,7 +10,7 @@ from __future__ import annotations
 import io
 import json
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -31,7 +31,7 @@ from torchtune.training.memory import OptimizerInBackwardWrapper
 
 from torchtune_adaptive.checkpoints.store import RANDOM_FILE, State
 from torchtune_adaptive.config.keys import LoraSettings
-from torchtune_adaptive.engine.memory import wraps_tensors
+from torchtune_adaptive.engine.memory import plain_tensors, resident_tensors, wraps_tensors
 from torchtune_adaptive.engine.ranks import from_all_ranks
 from torchtune_adaptive.engine.snapshot import RngState, copied_to_host
 from torchtune_adaptive.formatting import count_of
@@ -67,6 +67,11 @@ class Contents:
         if not self.adapter_only:
             return weights_of
         return {key: peft.get_adapter_state_dict(weights, None) for key, weights in weights_of.items()}
+
+    def size(self, model: nn.Module, optimizers: Iterable[Optimizer]) -> int:
+        """Return the bytes of a checkpoint, estimated from the tensors of this rank."""
+        weights = nn.ParameterList(each for each in model.parameters() if each.requires_grad or not self.adapter_only)
+        return sum(map(_full_bytes, resident_tensors(weights, optimizers)))
 
     def for_checkpointer(self, gathered: State, model: nn.Module) -> State:
         """On rank 0: convert gathered weights to the state that torchtune's checkpointer saves."""
@@ -106,6 +111,13 @@ def gather_weights(sharded: ShardedWeights, device: torch.device) -> State:
         elif gathered.is_cuda:
             torch.cuda.current_stream().synchronize()
     return full
+
+
+def _full_bytes(tensor: Tensor) -> int:
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    # the size of an NF4Tensor is that of the weights that it stands for, which are saved
+    parts = [local] if isinstance(local, NF4Tensor) else plain_tensors(local)
+    return sum(each.nbytes for each in parts) * tensor.numel() // max(1, local.numel())
 
 
 @torch.no_grad()

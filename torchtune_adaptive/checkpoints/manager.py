@@ -9,7 +9,7 @@ import logging
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from omegaconf import DictConfig
 from torch import nn
+from torch.optim import Optimizer
 from torchtune import training
 from torchtune.utils import get_logger
 
@@ -122,6 +123,16 @@ class CheckpointManager:
         within_epoch = sizes is not None and progress.steps_in_epoch < sizes.steps
         return within_epoch and (stop_requested or (every is not None and progress.step % every == 0))
 
+    def warn_without_room(self, model: nn.Module, optimizers: Iterable[Optimizer]) -> None:
+        """Log a warning on rank 0 if the next checkpoint does not fit on the disk."""
+        if dist.get_rank() != 0:
+            return
+        size, place = self._contents.size(model, optimizers), self._directory.path
+        with suppress(OSError):
+            if size > (free := shutil.disk_usage(place).free):
+                text = "a checkpoint takes about %s, but %s has %s free: make room before the next save, or it fails"
+                logger.warning(text, format_bytes(size), place, format_bytes(free))
+
     def save(
         self, progress: Progress, model: nn.Module, optimizer: AnyOptimizer, loader_state: Mapping[str, object]
     ) -> None:
@@ -153,7 +164,7 @@ class CheckpointManager:
         stuck = self._not_saved(name, f"rank 0 has made no progress for {PATIENCE_S / 60:g} minutes")
         failure, self._stop_requested = on_rank_0(write, if_stuck=(stuck, False))
         if failure is not None:
-            if not self._directory.staging.is_dir():  # the directory may belong to another run now
+            if not os.path.isdir(self._directory.staging):  # the directory may belong to another run now
                 THIS_RUN.record_directory = None
             self.close()
             raise CheckpointError(failure)
@@ -216,11 +227,14 @@ class CheckpointManager:
 
 def describe_failure(error: Exception, directory: Path) -> str:
     """Return the cause of a failed save, with a remedy if memory ran out, or else the free space of the disk."""
-    if not directory.exists():
+    if not os.path.exists(directory):  # unlike `Path.exists`, never raises
         return f"{directory} is gone ({in_a_line(error)})"
     if is_oom(error):
         return f"out of memory on rank {dist.get_rank()}: {' or '.join(KEYS[remedy] for remedy in REMEDIES)}"
-    return f"{in_a_line(error)} ({format_bytes(shutil.disk_usage(directory).free)} free)"
+    try:
+        return f"{in_a_line(error)} ({format_bytes(shutil.disk_usage(directory).free)} free)"
+    except OSError:
+        return in_a_line(error)
 
 
 def out_of_memory_in(name: str, error: Exception) -> UnrecoverableError:

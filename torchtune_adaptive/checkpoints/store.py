@@ -194,9 +194,9 @@ def publish(directory: OutputDirectory, staged: Path, name: str) -> None:
 def prune(directory: Path, keep_last: int | None, resumed_from: str | None = None) -> None:
     """Remove complete checkpoints, except the newest `keep_last`, `resumed_from`, and those of finished runs. Does
     nothing if `keep_last` is None."""
-    complete = [(found.path, found.manifest) for found in find_checkpoints(directory) if found.manifest]
-    if keep_last is None or not complete:
+    if keep_last is None:
         return
+    complete = [(found.path, found.manifest) for found in find_checkpoints(directory) if found.manifest]
     for path, manifest in complete[keep_last:]:
         if path.name != resumed_from and not manifest.finished:
             remove(path)

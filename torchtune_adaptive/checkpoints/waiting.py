@@ -34,10 +34,11 @@ def on_rank_0(work: Callable[[], Result], if_stuck: Stuck) -> Result | Stuck:
     moved, until = -LEAST_BYTES, 0.0
     while not message:
         thread.join(MESSAGE_EVERY_S)
+        ended = not thread.is_alive()
         counters = Path("/proc/self/io").read_text().split()  # rchar: 4096 wchar: 4096 ...
         if (now := int(counters[1]) + int(counters[3])) >= moved + LEAST_BYTES:
             moved, until = now, time.monotonic() + PATIENCE_S
-        message = [*results] or [if_stuck] * (time.monotonic() > until)
+        message = [*results] or [if_stuck] * (ended or time.monotonic() > until)
         try:
             from_rank_0(message)
         except CollectiveFailedError:  # a peer has exited

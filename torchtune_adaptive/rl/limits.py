@@ -137,8 +137,8 @@ class LimitFinder:
             runner=self._stages.runners[name],
             sample=rollout,
             cut=Rollout.with_shorter_prompt if generates else Rollout.shortened,
-            # A rollout that grows first has a longer answer and, above `knee` tokens, a longer prompt. Generation
-            # always allocates the longest answer, so only the prompt grows.
+            # Up to `knee` tokens, a longer rollout has a longer answer; above, a longer prompt. Generation always
+            # allocates the longest answer, so only the prompt grows.
             shortest=new + 1 if generates else 2,
             knee=new if generates else new + 1,
             update=update if updates else None,

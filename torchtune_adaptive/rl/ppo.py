@@ -14,6 +14,7 @@ A checkpoint has one manifest for both models:
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -117,7 +118,10 @@ class TwoCheckpointers:
         of_value = {training.MODEL_KEY: state[VALUE_MODEL]}
         self._value.save_checkpoint(of_value, epoch=epoch, intermediate_checkpoint=False, **options)
         written = self._staging / VALUE_FOLDER / f"epoch_{epoch}"
-        os.replace(written, self._staging / f"epoch_{epoch}" / VALUE_FOLDER)
+        target = self._staging / f"epoch_{epoch}" / VALUE_FOLDER
+        # torchtune copies all other files of `checkpoint_dir`, which may be an earlier checkpoint of PPO
+        shutil.rmtree(target, ignore_errors=True)
+        os.replace(written, target)
 
 
 def build_checkpointers(cfg: DictConfig, staging: Path, files: Files | None) -> TwoCheckpointers:

@@ -128,7 +128,7 @@ def counts_of(rollouts: Sequence[Rollout], device: torch.device | str = "cpu") -
 
 
 def valued_of(counts: Tensor) -> Tensor:
-    """Return a mask of tokens with a value: `counts` and, as in torchtune, the token after two or more counted ones."""
+    """Return `counts` plus, as in torchtune, the next token of each answer with two or more counted ones."""
     following = torch.roll(counts, 1, dims=1) & (counts.sum(1, keepdim=True) > 1)
     return counts | following
 

@@ -150,7 +150,7 @@ class TrainingLoop:
         trained = stages.training.model
         data.dataset.most_tokens = max_seq_len_of([trained])
         self._profiler = StepProfiler(run.settings.config, run.devices.device)
-        self._stopping = False
+        self._stopping = self._room_checked = False
 
     def memory_of_this_rank(self) -> AbstractContextManager[MemorySource | None]:
         """Return a context that limits and measures this rank's memory, including that of all models and optimizers."""
@@ -208,6 +208,9 @@ class TrainingLoop:
         run = self.run
         run.progress = run.progress.after_step(self._sizes, run.devices.ranks)
         self._profiler.step()
+        if not self._room_checked:
+            self._room_checked = True
+            run.checkpoints.warn_without_room(self.model, self.optimization.optimizers)
         self._stopping = stop_requested
         self._validate_if_due()
         if run.checkpoints.is_due(run.progress, self._stopping):

@@ -1,11 +1,13 @@
 """A failed save ends the run with one message on every rank."""
 
+import errno
 import shutil
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -34,6 +36,16 @@ def folder_removed(recipe: Any) -> Iterator[None]:
 
 def raising(function: str, error: Exception) -> Callable[[Any], Any]:
     return lambda _: mock.patch(f"torchtune_adaptive.checkpoints.{function}", side_effect=error)
+
+
+@contextmanager
+def stale_mount(_: Any) -> Iterator[None]:
+    error = OSError(errno.ESTALE, "Stale file handle")
+    with (
+        mock.patch.object(manager.CheckpointManager, "_write", side_effect=error),
+        mock.patch.object(shutil, "disk_usage", side_effect=error),
+    ):
+        yield
 
 
 @contextmanager
@@ -77,6 +89,7 @@ class Case(NamedTuple):
 NO_MEMORY = torch.OutOfMemoryError("CUDA out of memory")
 CASES = {
     "folder is gone": Case(folder_removed, CheckpointError, ("step_6", "{out}", "resume_from_checkpoint=auto")),
+    "stale mount": Case(stale_mount, CheckpointError, ("step_6", "Stale file handle")),
     "no memory": Case(raising("manager.gather_weights", NO_MEMORY), UnrecoverableError, ("step_6", "rank {rank}")),
     "no memory on rank 0": Case(
         raising("contents.peft.get_merged_lora_ckpt", NO_MEMORY), CheckpointError, ("step_6", "rank 0"), "lora"
@@ -127,3 +140,33 @@ def test_every_rank_ends_with_the_error_and_keeps_the_last_good_checkpoints(tmp_
         assert [word for word in words if word not in message] == [], message
         assert {"epoch_0", "step_2"} <= {*complete}
         assert case in ("lost peer", "no progress") or ("epoch_0" in message and len(complete) == 2), message
+
+
+def saved(kind: str, overrides: tuple[str, ...], folder: Path) -> tuple[list[str], float]:
+    """Collective: train on a full disk. Return this rank's warnings, and the bytes of the checkpoint relative to the
+    estimate."""
+    recipe = load_ours(kind)(demo_config(kind, folder, "max_steps_per_epoch=2", "epochs=1", *overrides))
+    recipe.setup()
+    usage = mock.patch.object(shutil, "disk_usage", return_value=SimpleNamespace(free=1))
+    with usage, mock.patch.object(manager.logger, "warning") as warning:
+        recipe.train()
+    recipe.cleanup()
+    written = sum(file.stat().st_size for file in (folder / "out" / "epoch_0").iterdir())
+    estimate = recipe.run.contents.size(recipe.model, recipe.optimization.optimizers)
+    return [call.args[0] % call.args[1:] for call in warning.call_args_list], written / estimate
+
+
+CONTENTS = {
+    "full": ("full", ()),
+    "lora": ("lora", ()),
+    "adapters": ("lora", ("save_adapter_weights_only=True",)),
+}
+
+
+@pytest.mark.smoke("adapters")
+@pytest.mark.parametrize(("kind", "overrides"), CONTENTS.values(), ids=CONTENTS)
+def test_a_disk_without_room_for_a_checkpoint_is_logged(tmp_path: Path, kind: str, overrides: tuple[str, ...]) -> None:
+    run = run_on_ranks(2, saved, kind, overrides, tmp_path / "run", timeout_s=90, in_group=False)
+    ((line,), ratio), (warnings_of_rank_1, _) = run
+    assert (str(tmp_path / "run" / "out") in line, warnings_of_rank_1) == (True, [])
+    assert 0.95 < ratio < 1.2

@@ -1,6 +1,8 @@
 """PPO's advantages equal torchtune's, and sums of losses do not depend on the split."""
 
 from dataclasses import replace
+from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -11,7 +13,7 @@ from torchtune.rlhf.loss import PPOLoss
 from tests.unit.rl.test_settings import DEMO, config
 from torchtune_adaptive.rl.generation import lengths_of
 from torchtune_adaptive.rl.microbatches import policy_loss, value_loss
-from torchtune_adaptive.rl.ppo import add_advantages
+from torchtune_adaptive.rl.ppo import VALUE_MODEL, TwoCheckpointers, add_advantages
 from torchtune_adaptive.rl.rollouts import (
     ADVANTAGES,
     LOG_PROBS,
@@ -137,3 +139,21 @@ def test_infinite_values_of_uncounted_tokens_have_no_effect() -> None:
     loss_of(log_probs, torch.zeros(1, 2), torch.ones(1, 2), torch.tensor([[True, False]]))[0].backward()
     assert log_probs.grad is not None
     assert log_probs.grad.tolist() == [[-1.0, 0.0]]
+
+
+def test_files_of_an_earlier_value_model_are_replaced(tmp_path: Path) -> None:
+    """A policy from a checkpoint of PPO: torchtune copies its folder `value`, too."""
+
+    def writing(folder: Path, *names: str) -> mock.Mock:
+        def save(_: object, *, epoch: int, **__: object) -> None:
+            for name in names:
+                file = folder / f"epoch_{epoch}" / name
+                file.parent.mkdir(parents=True, exist_ok=True)
+                file.write_text(str(folder.name))
+
+        return mock.Mock(save_checkpoint=save)
+
+    policy, value = writing(tmp_path, "config.json", "value/config.json"), writing(tmp_path / "value", "config.json")
+    state = {training.MODEL_KEY: {}, VALUE_MODEL: {}}
+    TwoCheckpointers(policy, value, tmp_path).save_checkpoint(state, epoch=1, intermediate_checkpoint=True)
+    assert (tmp_path / "epoch_1" / "value" / "config.json").read_text() == "value"
