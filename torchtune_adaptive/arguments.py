@@ -26,6 +26,11 @@ class AdaptiveArguments:
             raise ConfigError(f"adaptive() got an unknown argument {sorted(unknown)[0]!r}; allowed: {', '.join(names)}")
         return replace(self, **arguments)
 
+    @property
+    def searches(self) -> bool:
+        """True if the sizes of microbatches are measured."""
+        return self.use_maximum_batch_size or self.token_budget == "auto"
+
     def __post_init__(self) -> None:
         for name in ("recover_from_oom", "use_maximum_batch_size"):
             if type(getattr(self, name)) is not bool:

@@ -14,16 +14,20 @@ from typing import NamedTuple
 
 from torchtune_adaptive.atomic_files import reason, replace_file
 from torchtune_adaptive.cli import status
-from torchtune_adaptive.config.registry import RECIPES, config_files, file_named, recipe_files, supported_configs
+from torchtune_adaptive.config.registry import (
+    COMMAND,
+    RECIPES,
+    config_files,
+    file_named,
+    recipe_files,
+    supported_configs,
+)
 from torchtune_adaptive.config.remedies import KEYS
 from torchtune_adaptive.dependencies import RECIPES_EXTRA
 from torchtune_adaptive.errors import AdaptiveError, ConfigError
 from torchtune_adaptive.formatting import printable
 from torchtune_adaptive.lifecycle.console import printing
 from torchtune_adaptive.rehearse import command as rehearse
-
-_COMMAND = re.compile(r"^(#.*\btune run\b.*?)(\w+) --config \S+", re.MULTILINE)
-"""Finds the `tune run` command in the comments of a config, and the recipe in it."""
 
 
 def ls(options: argparse.Namespace) -> int:
@@ -33,6 +37,8 @@ def ls(options: argparse.Namespace) -> int:
     """
     lines = [(config.recipe, config.name) for config in supported_configs()]
     chosen = [line for line in lines if all(word in " ".join(line) for word in options.words)]
+    if not chosen:
+        raise ConfigError(f"no recipe or config contains {' and '.join(options.words)}: tune-adaptive ls lists all")
     width = max(len(recipe) for recipe, _ in lines)
     print("\n".join(f"{recipe:{width}}  {config}" for recipe, config in [("RECIPE", "CONFIG"), *chosen]))
     return 0
@@ -61,7 +67,7 @@ def cp(options: argparse.Namespace) -> int:
     text, command = source.read_text(encoding="utf-8"), f"tune run {destination} --config ..."
     if source.suffix != ".py":
         text = independent_copy(text, destination)
-        command = found[0] if (found := _COMMAND.search(text)) else f"tune run RECIPE --config {destination}"
+        command = found[0] if (found := COMMAND.search(text)) else f"tune run RECIPE --config {destination}"
     try:
         replace_file(destination.resolve(), text.encode())  # follow a symbolic link
     except OSError as error:
@@ -80,8 +86,8 @@ def add_cp_arguments(parser: argparse.ArgumentParser) -> None:
 def independent_copy(text: str, destination: Path) -> str:
     """Return the text of a config with its own output_dir and command, without demo settings."""
     recipe_for = {recipe.stock_name: name for name, recipe in RECIPES.items()}
-    text = _COMMAND.sub(lambda found: f"{found[1]}{recipe_for.get(found[2], found[2])} --config {destination}", text)
-    text = re.sub(r"^.*# only in the demo\b.*\n", "", text, flags=re.MULTILINE)
+    text = COMMAND.sub(lambda found: f"{found[1]}{recipe_for.get(found[2], found[2])} --config {destination}", text)
+    text = re.sub(r"^(# Made by .*|.*# only in the demo\b.*)\n", "", text, flags=re.MULTILINE)
     return re.sub(r"^(output_dir: \S*/)[^\s/]+", rf"\g<1>{destination.stem}", text, flags=re.MULTILINE)
 
 

@@ -31,7 +31,7 @@ def read_full_settings(cfg: DictConfig) -> Settings:
 
 def read_lora_settings(cfg: DictConfig) -> tuple[Settings, LoraSettings]:
     """Read the settings of finetuning or preference training with LoRA, and those in the section `model`."""
-    read_settings = partial(_read, cfg, "LoRA finetuning", *ONLY_FOR_FULL_FINETUNING)
+    read_settings = partial(_read, cfg, "LoRA", *ONLY_FOR_FULL_FINETUNING)
     settings, adapters = run_checks((read_settings, partial(read, LoraSettings, cfg.get("model"), prefix="model.")))
     return settings, adapters
 

@@ -7,67 +7,39 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import pkgutil
 import re
 import runpy
-from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
 from functools import cache
 from importlib import resources
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
 from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.formatting import did_you_mean
 
-if TYPE_CHECKING:
-    from omegaconf import DictConfig
-
-    from torchtune_adaptive.config.keys import Settings
-
 PREFIX = "adaptive/"
-_RECIPE_IN_COMMENTS = re.compile(r"^#.*\btune run\b.*?(\w+) --config", re.MULTILINE)
+COMMAND = re.compile(r"^(#.*\btune run\b.*?)(\w+) --config \S+", re.MULTILINE)
+"""Finds the `tune run` command in the comments of a config, and the recipe in it."""
 
 
-@dataclass(frozen=True)
-class Recipe:
+class Recipe(NamedTuple):
     """A recipe of this package."""
 
     name: str
     stock_name: str
     """The recipe of torchtune that it replaces."""
-    reader: str
-    """Dotted path of the function that returns the settings: common ones, or a pair of common and specific ones."""
-    own_keys: str = ""
-    """Dotted path of the keys that only this recipe has."""
-
-    def read(self, cfg: DictConfig) -> tuple[Settings, Any]:
-        """Return the common and the specific settings; raise ConfigError if they are invalid."""
-        settings = pkgutil.resolve_name(self.reader)(cfg)
-        return settings if isinstance(settings, tuple) else (settings, None)
-
-    @property
-    def keys(self) -> Collection[str]:
-        """Return the keys that only this recipe has."""
-        return pkgutil.resolve_name(self.own_keys) if self.own_keys else ()
 
 
-CHECKS = "torchtune_adaptive.config.checks:read_{}_settings"
-FULL = Recipe("adaptive_full_finetune_distributed", "full_finetune_distributed", CHECKS.format("full"))
-LORA = Recipe("adaptive_lora_finetune_distributed", "lora_finetune_distributed", CHECKS.format("lora"))
-FULL_DPO = Recipe("adaptive_full_dpo_distributed", "full_dpo_distributed", CHECKS.format("full_dpo"))
-LORA_DPO = Recipe("adaptive_lora_dpo_distributed", "lora_dpo_distributed", CHECKS.format("lora"))
-PPO = Recipe(
-    "adaptive_ppo_full_finetune_distributed",
-    "ppo_full_finetune_single_device",
-    "torchtune_adaptive.rl.settings:read_ppo_settings",
-    "torchtune_adaptive.rl.settings:PPO_KEYS",
-)
+FULL = Recipe("adaptive_full_finetune_distributed", "full_finetune_distributed")
+LORA = Recipe("adaptive_lora_finetune_distributed", "lora_finetune_distributed")
+FULL_DPO = Recipe("adaptive_full_dpo_distributed", "full_dpo_distributed")
+LORA_DPO = Recipe("adaptive_lora_dpo_distributed", "lora_dpo_distributed")
+PPO = Recipe("adaptive_ppo_full_finetune_distributed", "ppo_full_finetune_single_device")
 RECIPES: Mapping[str, Recipe] = {recipe.name: recipe for recipe in (FULL, LORA, FULL_DPO, LORA_DPO, PPO)}
 
 
-@dataclass(frozen=True)
-class NamedConfig:
+class NamedConfig(NamedTuple):
     """A config, its name, and its recipe."""
 
     recipe: str
@@ -80,9 +52,9 @@ def our_configs() -> list[NamedConfig]:
     root = Path(str(resources.files("torchtune_adaptive.configs")))
     configs = []
     for path in sorted(root.rglob("*.yaml")):
-        command = _RECIPE_IN_COMMENTS.search(path.read_text(encoding="utf-8", errors="replace"))
+        command = COMMAND.search(path.read_text(encoding="utf-8", errors="replace"))
         name = PREFIX + path.relative_to(root).with_suffix("").as_posix()
-        configs.append(NamedConfig(command[1] if command else "", name, path))
+        configs.append(NamedConfig(command[2] if command else "", name, path))
     return configs
 
 

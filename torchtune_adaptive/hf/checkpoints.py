@@ -36,7 +36,7 @@ def newest_complete(args: Any, *, required: bool) -> str | None:
 
 
 def is_complete(folder: Path) -> bool:
-    """Return True if the file that Trainer writes last, and the random state of each rank, are readable.
+    """Return True if the file that Trainer writes last, and all random states in the folder, are readable.
 
     Trainer without AdaptiveMixin may write the last file before every rank has written its random state. Files are not
     synced, so they may be truncated. AdaptiveMixin deletes the last file before a checkpoint is overwritten.

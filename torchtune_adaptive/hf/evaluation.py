@@ -219,5 +219,5 @@ class Evaluator:
             tolerance=tolerance_of(self._model, mixed_precision=self.trainer.accelerator.mixed_precision != "no"),
         )
         if reduction is None:
-            raise ConfigError(f"{CANNOT_SPLIT}: {tried}: it is neither their sum nor their mean; {REMEDY}")
+            raise ConfigError(f"{CANNOT_SPLIT}: {tried}, which is neither their sum nor their mean; {REMEDY}")
         return reduction

@@ -205,7 +205,7 @@ class LossCheck:
             )
             if self.reduction is None:
                 worst = max(on_ranks, key=lambda each: min(each.errors(self._scale).values()))
-                return f"{worst}: it is neither their sum nor their mean, {NOT_SPLIT}"
+                return f"{worst}, which is neither their sum nor their mean, {NOT_SPLIT}"
             self._scale = max(self._scale, *(abs(each.both.loss) for each in on_ranks))
         self.checked_step = self._trainer.state.global_step + 1
         return None

@@ -64,8 +64,8 @@ class BatchMetrics:
         self._current.clear()
 
     def end_step(self, *, batches: int = 1, mixed: bool = False) -> None:
-        """Keep the values of the current step, which has this number of batches. If microbatches have mixed them, all
-        values are those of batch 0, and count for each batch."""
+        """Keep the values of the current step, which has this number of batches. If microbatches span batches
+        (`mixed`), all values are under batch 0, and count for each batch."""
         self._complete += [self._current.get(0 if mixed else number, {}) for number in range(batches)]
         self._current.clear()
 

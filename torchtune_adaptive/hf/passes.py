@@ -56,9 +56,9 @@ class Pass(NamedTuple):
     inputs: dict[str, Any]
     """Tensors with a row per sample, and values that are the same for all rows."""
     short: dict[str, Any]
-    """Of these values, those that a short row needs instead."""
+    """Replaces values of `inputs` in a filler row."""
     longest: Callable[[int, int], dict[str, Any]] = lambda prompt, answer: {}
-    """Returns those that a row with the longest prompt and answer needs."""
+    """Returns such replacements for a row with these lengths of prompt and answer."""
 
     def of_longest_row(self, prompt: int, answer: int) -> Pass:
         """Return a pass over one row with this many tokens. One of them is masked, because attention may need less
@@ -164,7 +164,8 @@ class GenerationPasses:
             stage = f"{stage} in evaluation"
         self._lower_budget()
         if (runner := self._runners.get(stage)) is None:
-            self._first[stage] = work
+            if self._trainer.adaptive.searches and self._trainer._steps is None:  # the search is in the first step
+                self._first[stage] = work
             kind = SampleKind[int](length_of=lambda _: self._pass.inputs["input_ids"].shape[1], filler=lambda _: FILLER)
             options: dict[str, Any] = {"limit": RowLimit(most_rows), "recovery": self._shared.recovery, "stage": stage}
             runner = self._runners[stage] = StepRunner(model, self._run_rows, kind=kind, **options)

@@ -27,7 +27,7 @@ ANSWERS = ("chosen_ids", "rejected_ids", "completion_ids", "chosen_input_ids", "
 """Fields of TRL's samples. Each of them becomes a row, after the `prompt_ids`, if there are any."""
 TARGET_MASKS = ("completion_mask", "assistant_masks")
 TOKENS = {"input_ids", "attention_mask", "labels", "token_type_ids", "position_ids", "seq_lengths", *TARGET_MASKS}
-"""Fields of a sample that has no others, except for texts and numbers that do not depend on the tokens."""
+"""Fields that may be cut. A sample with others, except texts, answers and a label, is not cut."""
 
 
 class Counts(NamedTuple):
@@ -98,7 +98,7 @@ class RawSample:
     def with_targets(self, *, few: bool = False) -> RawSample:
         """Return a copy in which every token has a label; with `few`, only the first two, with the same label.
 
-        With `few`, labels that are all in the loss stay, since the loss may not know the label of ignored tokens.
+        With `few`, labels without an ignored token stay: the loss may not know the label of ignored tokens.
         """
         if not isinstance(self.features, Mapping) or "input_ids" not in self.features:
             return self

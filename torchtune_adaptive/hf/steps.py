@@ -65,8 +65,7 @@ class Shared:
         adaptive, self.model = trainer.adaptive, _unwrap_ddp(model, trainer.accelerator)
         self.optimizer: torch.optim.Optimizer = trainer.optimizer.optimizer  # inside accelerate's wrapper
         self.trained = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
-        self.searches = adaptive.use_maximum_batch_size or adaptive.token_budget == "auto"
-        self.splits_batches = self.searches or adaptive.token_budget is not None
+        self.splits_batches = adaptive.searches or adaptive.token_budget is not None
         """True if the configuration requires microbatches that are not batches of the data loader."""
         models = [self.model, *other_models(trainer, self.trained)]
         options = {"regrow_after": adaptive.regrow_after, "on_attempt": trainer._begin_attempt}
@@ -127,7 +126,7 @@ class OptimizerSteps:
         self._check = LossCheck(trainer, self.model, self._collated, kind, recovery)
         if recovery.enabled or shared.splits_batches:
             self._check_first_step(batches[0], rows)
-        if shared.searches:
+        if adaptive.searches:
             self.runner.use_limit(self._search())
         self._restore()
         for runner in (self.runner, self._check.runner):

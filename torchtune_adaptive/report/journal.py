@@ -40,11 +40,6 @@ class Journal:
     def __init__(self, directory: Path | None) -> None:
         self._directory = directory
         self._incomplete = False
-        try:
-            if directory is not None:
-                directory.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            self._report(directory, error)
 
     def start(self, steps_done: int) -> None:
         """Record that training starts after `steps_done` steps. Readers ignore later steps in lines before this one."""

@@ -56,11 +56,6 @@ class SkyRLArguments(AdaptiveArguments):
                 "max_generate_length (generator.sampling_params.max_generate_length) to adaptive()"
             )
 
-    @property
-    def searches(self) -> bool:
-        """True if the sizes of microbatches are measured."""
-        return self.use_maximum_batch_size or self.token_budget == "auto"
-
 
 class AdaptiveWorker(Worker):
     """Mixin for SkyRL's workers. If any rank runs out of memory, all ranks repeat the batch in smaller microbatches."""

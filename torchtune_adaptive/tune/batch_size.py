@@ -185,8 +185,8 @@ def worst_sample(data: Data, sequence_length: int | None) -> Sample:
     sample: Sample = data.dataset[0]
     if "encoder_input" in sample:
         raise ConfigError(
-            "use_maximum_batch_size is True, or adaptive.token_budget is auto, but samples have images, so the worst "
-            "case to measure is unknown: set batch_size, or adaptive.token_budget to a number"
+            "a batch search cannot measure samples with images: set use_maximum_batch_size: False, "
+            "adaptive.token_budget to a number or null and, with batch_increase_function, adaptive.max_batch_size"
         )
     if data.packed:
         return {**sample, "labels": sample["tokens"].clone()}

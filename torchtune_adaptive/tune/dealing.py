@@ -14,8 +14,8 @@ checkpoint counts trained samples, not those read ahead.
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import accumulate, pairwise
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import accumulate, chain, pairwise
 from typing import NamedTuple
 
 import torch
@@ -28,7 +28,6 @@ from torchtune_adaptive.engine.limits import Limit
 from torchtune_adaptive.engine.plans import assign_to_ranks
 from torchtune_adaptive.engine.ranks import explaining_failures, new_gloo_group, world_size
 from torchtune_adaptive.lifecycle.console import log_rank_0
-from torchtune_adaptive.lifecycle.run_state import THIS_RUN
 from torchtune_adaptive.run_hooks import HOOKS
 from torchtune_adaptive.tune.data import Data
 from torchtune_adaptive.tune.samples import Cost, Sample, TokenKind, cost_of
@@ -44,7 +43,7 @@ def dealer_of(model: nn.Module, settings: Settings, data: Data, limit: Limit | N
     if obstacle := obstacle_to_dealing(model, settings):
         log_rank_0(f"token budget · samples stay on the ranks that read them: {obstacle}")
         return None
-    return Dealer(data.kind, cost_of(model), THIS_RUN.stop_requested)
+    return Dealer(data.kind, cost_of(model))
 
 
 def obstacle_to_dealing(model: nn.Module, settings: Settings) -> str | None:
@@ -60,7 +59,7 @@ class _SizesInTransit(NamedTuple):
     packets: list[bytes]
     """The pickled samples of this rank."""
     sizes: Tensor
-    """[ranks, samples + 1, 2 or more]: bytes and tokens of each sample; the last row starts with 1 to end the run."""
+    """[ranks, samples, 2 or more]: bytes and tokens of each sample."""
     arrival: dist.Work
 
 
@@ -76,12 +75,9 @@ class _SamplesInTransit(NamedTuple):
 class Dealer:
     """Distributes samples over a separate gloo group, which keeps its collectives apart from those of training."""
 
-    def __init__(self, kind: TokenKind, cost: Cost, stop_requested: Callable[[], bool] = bool) -> None:
-        """Collective: create the gloo group. `stop_requested` returns True to end the run."""
-        self._kind = kind
-        self._cost = cost
-        self._stop_requested = stop_requested
-        self._stopping = False  # agreed by all ranks
+    def __init__(self, kind: TokenKind, cost: Cost) -> None:
+        """Collective: create the gloo group."""
+        self._kind, self._cost = kind, cost
         self._group = new_gloo_group()
         self._rank, self._ranks = dist.get_rank(), dist.get_world_size()
 
@@ -89,23 +85,18 @@ class Dealer:
         """Collective: yield the steps with redistributed samples, the same number on every rank."""
         sized: _SizesInTransit | None = None
         sent: _SamplesInTransit | None = None
-        reading, ended = iter(steps), 0
-        while ended < READ_AHEAD:  # until the last step has arrived
-            # When a rank asks to end the run, stop reading, but still train the samples in transit.
-            samples = None if self._stopping else next(reading, None)
-            ended += samples is None
+        for samples in chain(steps, [None] * READ_AHEAD):  # until the last step has arrived
             ready, sent = sent, None if sized is None else self._send(sized)
-            sized = None if samples is None or self._stopping else self._send_sizes(samples)
+            sized = None if samples is None else self._send_sizes(samples)
             if ready is not None:
                 yield self._receive(ready)
 
     def _send_sizes(self, samples: Sequence[Sample]) -> _SizesInTransit:
         """Collective: begin to exchange the sizes of this rank's samples."""
         packets = [pickle.dumps(sample, pickle.HIGHEST_PROTOCOL) for sample in samples]
-        sizes = torch.zeros(self._ranks, len(samples) + 1, 1 + self._kind.rows, dtype=torch.int64)
+        sizes = torch.zeros(self._ranks, len(samples), 1 + self._kind.rows, dtype=torch.int64)
         rows = [(len(packet), *self._kind.lengths_of(each)) for packet, each in zip(packets, samples, strict=True)]
-        sizes[self._rank, :-1] = torch.tensor(rows, dtype=torch.int64)
-        sizes[self._rank, -1, 0] = self._stop_requested()
+        sizes[self._rank] = torch.tensor(rows, dtype=torch.int64)
         with explaining_failures("the exchange of sample lengths"):
             return _SizesInTransit(packets, sizes, dist.all_reduce(sizes, group=self._group, async_op=True))
 
@@ -113,8 +104,7 @@ class Dealer:
         """Collective: compute the distribution and begin to exchange samples."""
         with explaining_failures("the exchange of sample lengths"):
             step.arrival.wait()
-        self._stopping |= bool(step.sizes[:, -1, 0].any())
-        sizes, *lengths = (column.tolist() for column in step.sizes[:, :-1].flatten(0, 1).unbind(1))
+        sizes, *lengths = (column.tolist() for column in step.sizes.flatten(0, 1).unbind(1))
         rank_of = assign_to_ranks([sum(map(self._cost, each)) for each in zip(*lengths, strict=True)], self._ranks)
         count, received_samples = len(step.packets), [at for at, rank in enumerate(rank_of) if rank == self._rank]
         own = [*enumerate(rank_of[self._rank * count : (self._rank + 1) * count])]

@@ -99,7 +99,10 @@ class TokenKind:
     def cut(self, sample: Sample, length: int) -> Sample:
         """Shorten a sample, whose sequences have equal lengths, to this length."""
         tokens = max(1, self.longest_at(length))
-        short = self._beginnings(sample, tokens)
+        keys = [key for fields in self.sequences for key in (fields.tokens, fields.labels, *fields.others)]
+        short = {**sample, **{key: sample[key][:tokens] for key in keys if key in sample}}
+        if "encoder_mask" in sample:  # for each image, which tokens attend to it
+            short["encoder_mask"] = [mask[:tokens] for mask in sample["encoder_mask"]]
         return {**short, "seq_lens": torch.tensor([tokens])} if "seq_lens" in sample else short
 
     def filler(self, sample: Sample) -> Sample:
@@ -132,13 +135,6 @@ class TokenKind:
                 else:
                     rows.append({"tokens": sample[tokens], "labels": sample[labels]})
         return rows
-
-    def _beginnings(self, sample: Sample, tokens: int) -> Sample:
-        keys = [key for fields in self.sequences for key in (fields.tokens, fields.labels, *fields.others)]
-        short = {**sample, **{key: sample[key][:tokens] for key in keys if key in sample}}
-        if "encoder_mask" in sample:  # for each image, which tokens attend to it
-            short["encoder_mask"] = [mask[:tokens] for mask in sample["encoder_mask"]]
-        return short
 
 
 TEXT = TokenKind(sequences=(Fields("tokens", "labels", ("mask", "input_pos")),))

@@ -85,28 +85,6 @@ def test_every_sample_is_read_by_its_rank_and_runs_once_in_its_step(ranks: int) 
     assert run_on_ranks(ranks, deal) == epochs
 
 
-def deal_until_rank_1_is_stop_requested(before_step: int) -> tuple[list[int], int]:
-    """Return the number of samples in each dealt step, and the number of steps read."""
-    dataset, read = CheckedDataset(Numbered()), 0
-
-    def reading() -> Iterator[list[Any]]:
-        nonlocal read
-        for step in steps_here(dataset):
-            read += 1
-            yield step
-
-    dealer = Dealer(TEXT, float, lambda: dist.get_rank() == 1 and read >= before_step)
-    return [len(step) for step in dealer.deal(reading())], read
-
-
-@pytest.mark.parametrize("before_step", [1, 2])
-def test_stop_request_on_one_rank_stops_reading_on_all(before_step: int) -> None:
-    """A step already read is dealt: the loop needs it to learn of the request."""
-    for dealt_steps, read in run_on_ranks(2, deal_until_rank_1_is_stop_requested, before_step):
-        assert dealt_steps == [EACH] * before_step
-        assert read == before_step + 1 < STEPS
-
-
 def deal_with(numbered: Numbered) -> None:
     dataset = CheckedDataset(numbered)
     list(Dealer(TEXT, cost=float).deal(steps_here(dataset)))

@@ -46,6 +46,11 @@ def test_ls_lists_supported_configs(capsys: pytest.CaptureFixture[str]) -> None:
     }
 
 
+def test_ls_without_a_match_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, error = output_of(capsys, "ls", "qwen2", "unknown")
+    assert (code, out, "qwen2 and unknown" in error) == (1, "", True)
+
+
 def test_cp_makes_a_file_that_runs_with_the_printed_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = output_of(capsys, "cp", "llama3_2/1B_lora", str(tmp_path / "mine.v2"))
     copy = tmp_path / "mine.v2.yaml"
@@ -69,6 +74,7 @@ def test_copied_config_is_independent_of_the_original(
     before.get("adaptive", {}).pop("sequence_length", None)
     assert after == before
     assert f"--config {name}" not in text
+    assert "Made by" not in text
     assert f"--config {tmp_path / 'mine.yaml'}" in text
 
 

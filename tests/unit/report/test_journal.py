@@ -27,6 +27,8 @@ def recovery(step: int, **others: Any) -> Change:
 
 
 def write_a_run(directory: Path, steps: int = 3) -> None:
+    if not directory.exists():
+        directory.mkdir()
     journal = Journal(directory)
     journal.start(0)
     for step in range(1, steps + 1):
@@ -53,7 +55,7 @@ def a_full_disk(directory: Path) -> None:
         (directory / name).symlink_to("/dev/full")
 
 
-CAUSES = {a_file_instead: "File exists", folders_instead: "Is a directory", a_full_disk: "No space left on device"}
+CAUSES = {a_file_instead: "Not a directory", folders_instead: "Is a directory", a_full_disk: "No space left on device"}
 
 
 @pytest.mark.parametrize("spoil", CAUSES, ids=lambda spoil: spoil.__name__)
@@ -69,7 +71,6 @@ def test_unwritable_journal_gives_one_line_with_the_reason(
 
 def test_removed_folder_is_reported_once_and_not_recreated(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     journal = Journal(tmp_path / "out")
-    (tmp_path / "out").rmdir()
     for step in range(1, 4):
         journal.step(step, {})
     (line,) = caplog.messages
