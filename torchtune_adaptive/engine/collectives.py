@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from functools import partial
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -53,10 +53,6 @@ class CountedComm:
     """Wraps FSDP's all-gather or reduce-scatter, so that a ledger issues and counts it."""
 
     def __init__(self, ledger: CollectiveLedger, comm: AllGather | ReduceScatter, gathers: Any = None) -> None:
-        if isinstance(cast(object, comm), CountedComm):
-            raise ValueError(
-                "this model already has a Recovery: pass that one to all runners of the model, or close it first"
-            )
         self._ledger, self._comm, self._gathers = ledger, comm, gathers
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -181,7 +177,7 @@ class CollectiveLedger:
         self._microbatches = 0
         # State of the current microbatch:
         self._number = -1
-        self._current: list[Collective] = []
+        self._current: list[Collective] | None = None  # None outside of a microbatch
         self._fsdp_messages = 0  # messages of these collectives, counted by the process groups
         self._messages_before = 0  # messages counted when the microbatch began
         self._to_skip = 0  # collectives that the filler must not issue, because this rank has issued them
@@ -189,6 +185,11 @@ class CollectiveLedger:
         self._issuing = False  # while a collective of FSDP is issued, so that a Listener ignores it
         comm, replicas = partial(CountedComm, self), partial(CountedReplicas, self)
         counted = self._roots if self._counts else []
+        for group in (group for root in counted for group in self._groups_of[root]):
+            if isinstance(cast(object, group._all_gather_comm), CountedComm):
+                raise ValueError(
+                    "this model already has a Recovery: pass that one to all runners of the model, or close it first"
+                )
         self._restore = [fsdp.replace_collectives(root, comm, comm, replicas) for root in counted]
 
     def close(self) -> None:
@@ -202,6 +203,7 @@ class CollectiveLedger:
 
     def abandon(self) -> None:
         """Drop the gradients of an aborted step, so that a later backward does not add to them."""
+        self._current = None
         self._set_reductions(True)
         for root in self._roots:
             fsdp.abandon(root)
@@ -272,7 +274,8 @@ class CollectiveLedger:
         self._record_or_compare(complete=False)
 
     def _record_or_compare(self, *, complete: bool) -> None:
-        record, issued, place = self._record, tuple(self._current), self._place(self._number)
+        record, issued, place = self._record, tuple(self._current or ()), self._place(self._number)
+        self._current = None
         schedule = record.schedules.get(place, issued)
         if complete:
             record.schedules[place] = schedule
@@ -312,7 +315,10 @@ class CollectiveLedger:
         """Collective: run `call`, and count it as soon as peers can match it."""
         if not self._counts:  # closed, but other code has wrapped this object, so `close` could not remove it
             return call(async_op=async_op)
-        self._current.append(collective)
+        if self._current is not None:
+            self._current.append(collective)
+            if collective.gathers and collective.gathers not in self._groups:  # it is not reset with this stage
+                self._record.varying_setting = "a forward of a model that another stage trains"
         if self._to_skip > 0:
             self._to_skip -= 1
             return None
@@ -469,6 +475,7 @@ class CollectiveLedger:
         self._set_reductions(number == self._microbatches - 1)
         self._run_filler(issued, run_filler)
         schedule = self._record.schedules[self._place(number)] = tuple(self._current)
+        self._current = None
         return schedule
 
     def _run_filler(self, to_skip: int, run_filler: Callable[[], object]) -> None:

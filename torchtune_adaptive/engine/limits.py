@@ -73,7 +73,7 @@ class Surface:
         if tokens is None:
             return self.fixed_bytes + rows * self._bytes_of_a_row(length)
         # an upper bound, because each token is paired with at most `length` tokens
-        per_token = self.bytes_per_token + length * self.bytes_per_pair
+        per_token = max(self.bytes_per_token, self.bytes_per_late_token) + length * self.bytes_per_pair
         return self.fixed_bytes + rows * self.bytes_per_row + tokens * per_token
 
     def rows_within(self, budget_bytes: float, length: float = 0.0) -> float:
@@ -280,8 +280,10 @@ class SurfaceLimit(Limit):
 
     @property
     def next_size(self) -> int:
-        """The next larger budget."""
-        return max(self.budget_bytes + 1, int(self.budget_bytes / _SHRINK_FACTOR))
+        """The next larger budget, from which `after_oom` returns to this one."""
+        fixed = [surface.fixed_bytes for surface in self.surfaces.values() if surface.fixed_bytes < self.budget_bytes]
+        floor = max(fixed, default=0.0)
+        return max(self.budget_bytes + 1, int(floor + (self.budget_bytes - floor) / _SHRINK_FACTOR))
 
     def fits(self, rows: int, length: int, tokens: int | None = None) -> bool:
         """Return True if all phases are within the budget."""

@@ -241,7 +241,8 @@ class MemoryMeter(TorchDispatchMode):
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
 
     def _forget(self, key: int) -> None:
-        self.live_bytes -= self._storages.pop(key)[0]
+        size, _ = self._storages.pop(key)  # before `live_bytes` is read, because threads may switch here
+        self.live_bytes -= size
 
 
 class _Effect(Enum):

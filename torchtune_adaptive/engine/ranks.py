@@ -135,7 +135,8 @@ class Agreement:
         if world is not None and world not in _HOST_GROUPS:
             # shared by all Agreements, because each gloo group connects every rank with every other
             _HOST_GROUPS[world] = None if backend_for("cpu") == "gloo" else new_gloo_group()
-        self._group = None if world is None else _HOST_GROUPS[world]
+        self.group = None if world is None else _HOST_GROUPS[world]
+        """The group for tensors of the host."""
 
     def gather(self, row: Sequence[float]) -> list[tuple[float, ...]]:
         """Collective: return the rows of all ranks, in order of rank."""
@@ -144,14 +145,14 @@ class Agreement:
         cells[rank() * width : (rank() + 1) * width] = array("d", row)
         if world_size() > 1:
             with explaining_failures("the agreement at the end of a step"):
-                dist.all_reduce(self._tensor, group=self._group)  # rows do not overlap: the sum is the table
+                dist.all_reduce(self._tensor, group=self.group)  # rows do not overlap: the sum is the table
         return [tuple(cells[start : start + width]) for start in range(0, len(cells), width)]
 
     def any_rank(self, flags: Sequence[bool]) -> list[bool]:
         """Collective: return for each flag whether it is True on any rank."""
         on_ranks = torch.tensor(flags, dtype=torch.uint8)
         with explaining_failures("the agreement on gradients"):
-            dist.all_reduce(on_ranks, dist.ReduceOp.MAX, group=self._group)
+            dist.all_reduce(on_ranks, dist.ReduceOp.MAX, group=self.group)
         return [*map(bool, on_ranks.tolist())]
 
 
@@ -183,10 +184,10 @@ def from_rank_0(value: Value) -> Value:
     return values[0]
 
 
-def sum_over_ranks(value: torch.Tensor) -> torch.Tensor:
-    """Collective: return the sum of a tensor over all ranks, on the training communicator."""
+def sum_over_ranks(value: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
+    """Collective: return the sum of a tensor over all ranks, on the training communicator or another group."""
     total = value.clone()
     if world_size() > 1:
         with explaining_failures("the reduction of the loss"):
-            dist.all_reduce(total)
+            dist.all_reduce(total, group=group)
     return total

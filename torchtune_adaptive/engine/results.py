@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -49,6 +50,14 @@ class Totals(NamedTuple):
                 "put weighted counts into sums"
             )
         return cls(_wide(returned.loss_sum), int(tokens), {name: _wide(value) for name, value in returned.sums.items()})
+
+    @property
+    def checksum(self) -> int:
+        """A checksum of the names, types and devices of the sums that `result_of` reduces."""
+        on_host = self.loss_sum.device.type == "cpu"
+        reduced = {**self.sums, **({} if on_host else {"": self.loss_sum})}
+        kinds = [(name, reduced[name].dtype, reduced[name].device.type) for name in sorted(reduced)]
+        return zlib.crc32(repr((on_host, kinds)).encode())
 
     def plus(self, other: Totals) -> Totals:
         """Return the sum of two totals. Raises KeyError if their `sums` have different names."""
@@ -117,8 +126,8 @@ class AttemptReport(NamedTuple):
     """A checksum of the parameters of a whole model that have gradients."""
     step: int = 0
     """The number of the step; 0 in a probe of a search."""
-    names: int = 0
-    """A checksum of the names in `Totals.sums`."""
+    sums: int = 0
+    """A checksum of the names, types and devices of the sums that `result_of` reduces."""
     positions_in_groups: int = 0
     """With ghost passes, a number whose sum over the ranks is 0 if the ranks of each process group have issued equally
     many collectives."""
@@ -194,7 +203,7 @@ class AttemptReports(tuple[AttemptReport, ...]):
         return max(costs) * len(costs) / math.fsum(costs) if any(costs) else 1.0
 
     def check_positions(self) -> None:
-        """Raise UnrecoverableError if ranks differ in their steps, collectives or names of sums."""
+        """Raise UnrecoverableError if ranks differ in their steps, collectives or sums."""
         if len({report.step for report in self}) > 1:
             raise UnrecoverableError(
                 f"the ranks are in different steps ({[report.step for report in self]}, by rank), so gradients of "
@@ -208,9 +217,10 @@ class AttemptReports(tuple[AttemptReport, ...]):
                 f"the ranks issued different numbers of collectives in one step{numbers}, so they have exchanged wrong "
                 "data; use the same model and the same number of samples on all ranks"
             )
-        if len({report.names for report in self if not report.failed}) > 1:
+        if len({report.sums for report in self if not report.failed}) > 1:
             raise UnrecoverableError(
-                "Totals.sums has other names on some ranks, so the sums cannot be added over ranks"
+                "Totals has other names in sums, or tensors of another type or device, on some ranks, so they cannot "
+                "be added over ranks"
             )
 
 
@@ -219,13 +229,16 @@ def gather_reports(agreement: Agreement, report: AttemptReport) -> AttemptReport
     return AttemptReports(map(AttemptReport.from_row, agreement.gather(report.to_row())))
 
 
-def result_of(totals: Totals, reports: AttemptReports, microbatches: int, recoveries: int) -> StepResult:
+def result_of(
+    totals: Totals, reports: AttemptReports, microbatches: int, recoveries: int, agreement: Agreement
+) -> StepResult:
     """Collective if there are `sums` or, on CUDA, because of the loss: return the result of a complete step."""
     names = sorted(totals.sums)
     own_sums = [totals.sums[name] for name in names]
     if totals.loss_sum.device.type == "cpu":
         loss_sum = totals.loss_sum.new_tensor(sum(report.loss_sum for report in reports))
-        sums = list(sum_over_ranks(torch.stack(own_sums))) if own_sums else []
+        group = agreement.group if own_sums and own_sums[0].is_cpu else None
+        sums = list(sum_over_ranks(torch.stack(own_sums), group)) if own_sums else []
     else:
         loss_sum, *sums = sum_over_ranks(torch.stack([totals.loss_sum, *own_sums]))
     tokens, padded_tokens, most_rows, most_tokens, cost = zip(*(report.load for report in reports), strict=True)

@@ -18,7 +18,6 @@ from __future__ import annotations
 import copy
 import logging
 import math
-import zlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -320,6 +319,8 @@ class StepRunner(Generic[Sample]):
                     raise ValueError("`filler` returned a sample that counts in the loss; return one without labels")
         except BaseException:
             self._ledger.abandon()
+            if self._buckets:
+                self._buckets.begin()  # drops averaged gradients
             raise
         assert totals is not None, "a plan has at least one microbatch"
         return totals
@@ -446,7 +447,7 @@ class StepRunner(Generic[Sample]):
             gradients=any_gradients,
             with_gradients=with_gradients,
             step=self.current_step or 0,
-            names=zlib.crc32(repr(sorted(totals.sums)).encode()) if totals else 0,
+            sums=totals.checksum if totals else 0,
         )
         reports = gather_reports(self.recovery.agreement, mine)
         reports.check_positions()
@@ -485,7 +486,7 @@ class StepRunner(Generic[Sample]):
                 )
             ):
                 self._buckets.finish(self.recovery.agreement, any_left=gradients, same_parameters=same_parameters)
-        return result_of(totals, reports, len(plan), recoveries)
+        return result_of(totals, reports, len(plan), recoveries, self.recovery.agreement)
 
     def _exhausted(self, change: Change, reports: AttemptReports) -> LimitExhaustedError:
         """Announce that memory ran out at the smallest limit. Return the error, with the memory of the fullest rank."""

@@ -18,7 +18,7 @@ from torch.distributed.tensor import distribute_module
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.distributed.faults.meshes import OnMesh, split_layers, tensor_parallel
-from tests.distributed.models import ModelConfig, build, forward_backward_of, runner_of, samples_of
+from tests.distributed.models import ModelConfig, batch_of, build, forward_backward_of, runner_of, samples_of
 from tests.fault_injection import FaultInjector
 from tests.ranks import RankFailed, run_on_ranks
 from tests.searched_model import Shape, Trained, search_within
@@ -127,12 +127,26 @@ def other_numbers_in_tensor_parallelism(samples: tuple[int, int], limits: tuple[
     runner_of(model, limits[rank], train).run([torch.ones(8, dtype=torch.int64)] * samples[rank], step=1)
 
 
-def other_names_of_sums(names: str) -> None:
+def other_sums(names: str, dtype: torch.dtype = torch.float32) -> None:
     def with_sums(samples):
-        return train(samples)._replace(sums=dict.fromkeys("a" if dist.get_rank() == 0 else names, torch.ones(())))
+        own, kind = ("a", torch.float32) if dist.get_rank() == 0 else (names, dtype)
+        return train(samples)._replace(sums=dict.fromkeys(own, torch.ones((), dtype=kind)))
 
     train = forward_backward_of(model := build(ModelConfig()))
     run_steps(runner_of(model, 2, with_sums))
+
+
+def another_trained_model() -> None:
+    """Run out of memory in the model of another stage, which is not reset for this one."""
+    own, other = build(ModelConfig(dropout=0.0)), build(ModelConfig(dropout=0.0))
+
+    def with_other(samples):
+        with torch.no_grad():
+            other(batch_of(samples)[0])
+        return train(samples)
+
+    train = forward_backward_of(own)
+    fail(runner_of(own, 2, with_other, Recovery(own, other), "policy"), step=0, operation=60)
 
 
 def other_collectives_of_a_group() -> None:
@@ -376,8 +390,9 @@ REFUSED = [
     case(DIFFERENT, a_step_skipped_on_one_rank, names=("[2, 3]",)),
     case(DIFFERENT, other_numbers_in_tensor_parallelism, (8, 7), (8, 8), names=("8 samples", "7 samples")),
     case(DIFFERENT, other_numbers_in_tensor_parallelism, (8, 8), (8, 4), names=("8 samples", "2 microbatches")),
-    case(DIFFERENT, other_names_of_sums, "b", names=("Totals.sums",)),
-    case(DIFFERENT, other_names_of_sums, "ab", names=("Totals.sums",)),
+    case(DIFFERENT, other_sums, "b", names=("other names in sums",)),
+    case(DIFFERENT, other_sums, "ab", names=("other names in sums",)),
+    case(DIFFERENT, other_sums, "a", torch.float64, names=("another type",)),
     *(case(DIFFERENT, other_weights, config, ranks=4, names=NODES) for config in REPLICAS),
     case(DIFFERENT, another_frozen_model, True, ranks=4, names=("rank 3", "rank 0")),
     case(DIFFERENT, changed_by_a_search, "full", names=("1000 B",)),
@@ -394,6 +409,7 @@ ENDED = [
     case(DIFFERENT, other_numbers_of_samples, [8], [6], ROWS, 2, ranks=4, names=("4 ", "3 ")),
     case(DIFFERENT, other_numbers_of_samples, [8], [8], (RowLimit(2), RowLimit(4)), names=("4 ", "2 ")),
     case(DIFFERENT, other_numbers_of_samples, [8], [8], (RowLimit(2), TokenLimit(16)), names=("4 ",)),
+    case(UNSUPPORTED, another_trained_model, names=("another stage trains",)),
     case(DIFFERENT, other_collectives_of_a_group),
     case(UNSUPPORTED, other_collectives_than_before),
     *(case(UNSUPPORTED, deferred_reduction, operation, names=DEFERRED) for operation in (20, 200)),

@@ -4,6 +4,7 @@ import math
 import random
 import time
 from collections import Counter
+from itertools import pairwise
 
 import pytest
 from hypothesis import example, given
@@ -94,6 +95,17 @@ def test_sample_that_failed_alone_is_retried_in_smaller_microbatches():
     without_padding = TokenLimit(600)
     assert without_padding.format_need(3, 400, 555) == "555"
     assert without_padding.after_oom(3, 400, 555) == TokenLimit(512)
+
+
+def test_limit_grows_back_by_the_rows_it_lost():
+    limit = SurfaceLimit({"layers": Surface(fixed_bytes=60e9, bytes_per_row=1e9)}, budget_bytes=78_000_000_000)
+    rows = [18, 13, 9, 6]
+    for before, after in pairwise(rows):
+        smaller = limit.after_oom(limit.rows_at(1), 1)
+        assert smaller is not None
+        assert (limit.rows_at(1), smaller.rows_at(1)) == (before, after)
+        assert smaller.resized(smaller.next_size).rows_at(1) in (before - 1, before)  # one less by rounding
+        limit = smaller
 
 
 def test_surface_shrinks_its_growing_part_only():
