@@ -333,8 +333,9 @@ def test_nvidia_smi_reports_the_memory_of_the_card(rehearse: Rehearse) -> None:
     import subprocess, torch
 
     query = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
-    sizes = [int(each) for each in subprocess.check_output(query, text=True, timeout=60).split()]
-    assert sizes == [torch.cuda.get_device_properties(0).total_memory >> 20] * 2, sizes
+    for chosen, count in ([], 2), (["-i", "0,1"], 2), (["-i", "1"], 1):
+        sizes = [int(each) for each in subprocess.check_output([*query, *chosen], text=True, timeout=60).split()]
+        assert sizes == [torch.cuda.get_device_properties(0).total_memory >> 20] * count, sizes
     torch.empty(2**20, device="cuda")
     """
     answer = rehearse(script, "--devices", "2")

@@ -88,7 +88,8 @@ def main(rank, ranks):
     assert (rank, ranks) == (1, 2)
     step(torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(1024, 8, device="cuda"), device_ids=[rank]))
 if __name__ == "__main__":
-    torch.multiprocessing.spawn(main, args=(torch.cuda.device_count(),), nprocs=torch.cuda.device_count())
+    ranks = torch.cuda.device_count()
+    torch.multiprocessing.spawn(main, args=(ranks,), nprocs=ranks, join=False).join()
 """
 
 

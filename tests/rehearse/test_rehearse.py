@@ -296,6 +296,7 @@ def test_offloaded_tensors_take_no_host_memory(rehearse: Rehearse, pinned: bool)
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
         assert torch.nn.Linear(16384, 32768).to(torch.bfloat16).weight.dtype is torch.bfloat16
+        assert torch.zeros(4).pin_memory(device="cuda").is_pinned()
         print("held", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, flush=True)
     """
     answer = rehearse(script, "--ranks", "2")
@@ -412,6 +413,11 @@ def test_new_optimizers_take_steps_and_replayed_graphs_do_not(rehearse: Rehearse
 def test_script_without_a_step_gives_no_prediction(rehearse: Rehearse, script: str, expected: str) -> None:
     answer = rehearse(script, "--ranks", "4", "--rank", "3", json_format=False)
     assert (answer.status, answer.found.splitlines()[0]) == (2, expected)
+
+
+def test_number_of_ranks_in_the_script_needs_the_option(rehearse: Rehearse) -> None:
+    script = "import torch.distributed as dist; dist.init_process_group('nccl', rank=0, world_size=4)"
+    assert "world_size=4: pass --ranks 4" in rehearse(script).found["verdict"]
 
 
 EXITS = ONE_STEP + "    held = torch.empty(20 * 2**30, dtype=torch.uint8, device='cuda')\n"

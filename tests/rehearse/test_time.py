@@ -73,6 +73,12 @@ TENSOR_PARALLEL = f"""
         pytest.param(PLAIN, 1, WHOLE, id="eager", marks=pytest.mark.smoke),
         pytest.param(CHECKPOINTED, 1, WHOLE + RECOMPUTED, id="checkpointed", marks=pytest.mark.smoke),
         pytest.param(COMPILED, 1, WHOLE, id="compiled"),
+        pytest.param(
+            PLAIN.replace("zero_grad()", "zero_grad()\n        w = model[0].weight.data; w.addmm_(w, w)"),
+            1,
+            WHOLE + 2 * DIM**3,
+            id="in place",
+        ),
         pytest.param(IN_MODE, 1, WHOLE, id="dispatch mode"),
         pytest.param(SHARDED, 4, WHOLE, id="FSDP2"),
         pytest.param(TENSOR_PARALLEL, 4, WHOLE / 4, id="tensor parallel"),
@@ -165,16 +171,17 @@ def test_fsdp_gathers_the_weights_twice_and_scatters_gradients_once(rehearse: Re
     assert time["collective_bytes"] == pytest.approx(3 * weights, rel=0.1)  # the last layer may be gathered once
 
 
-def test_ddp_reduces_every_gradient_once(rehearse: Rehearse) -> None:
+def test_ddp_reduces_every_gradient_once_over_the_ranks_of_its_group(rehearse: Rehearse) -> None:
     script = f"""
     {LAYERS.strip()}
     dist.init_process_group("nccl")
     torch.cuda.set_device(0)
-    model = nn.parallel.DistributedDataParallel(model.cuda())
+    model = nn.parallel.DistributedDataParallel(model.cuda(), process_group=dist.new_group([0, 1]))
 {TRAINS}
 """
-    time = rehearse(script, "--ranks", "4").found["time"]
-    assert time["collective_bytes"] == pytest.approx(4 * DIM * DIM * 2, rel=1e-4)  # DDP compares its buckets, too
+    small, large = (rehearse(script, "--ranks", ranks).found["time"] for ranks in ("2", "16"))
+    assert small["collective_bytes"] == pytest.approx(4 * DIM * DIM * 2, rel=1e-4)  # DDP compares its buckets, too
+    assert small["parts"]["overlapped communication"] == large["parts"]["overlapped communication"] > 0
 
 
 @pytest.mark.parametrize("call", ["embed", "torch.compile(embed)", "torch.compile(in_two_graphs)"])

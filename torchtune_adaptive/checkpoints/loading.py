@@ -27,7 +27,7 @@ from torchtune_adaptive.lifecycle.run_state import THIS_RUN
 
 def build_checkpointer(cfg: DictConfig, staging: Path, files: Files | None) -> Checkpointer:
     """Build torchtune's checkpointer, which reads the files to resume from and writes to the staging directory."""
-    section = section_writing_to(cfg, "checkpointer", staging)
+    section = section_that_saves(cfg, "checkpointer", staging)
     if files is not None:
         # torchtune looks for an adapter in the last epoch of output_dir, and fails if there is no folder of an epoch
         (staging / "epoch_0").mkdir(parents=True, exist_ok=True)
@@ -46,6 +46,18 @@ def load_reference(settings: Settings, key: str = "ref_checkpointer") -> State:
     checkpointer = components.build_section(key, OmegaConf.create(section), should_load_recipe_state=False)
     weights: State = load_on_all_ranks(checkpointer.load_checkpoint, "the weights", key)[training.MODEL_KEY]
     return weights
+
+
+def section_that_saves(cfg: DictConfig, key: str, staging: Path) -> dict[str, Any]:
+    """Return the section of a checkpointer, as `section_writing_to` does. Raise ConfigError if saves would grow."""
+    section = section_writing_to(cfg, key, staging)
+    given = Path(str(section.get("checkpoint_dir"))).resolve()
+    if str(section.get(COMPONENT)).startswith("torchtune.") and staging.resolve().is_relative_to(given):
+        raise ConfigError(
+            f"output_dir is inside {key}.checkpoint_dir ({given}), whose files torchtune copies into every checkpoint, "
+            "so each would contain all earlier ones: set output_dir to a folder outside of it"
+        )
+    return section
 
 
 def section_writing_to(cfg: DictConfig, key: str, staging: Path) -> dict[str, Any]:

@@ -79,7 +79,10 @@ def find_start(settings: Settings, recipe: str, *, steps: StepsOnRanks | None = 
 def decide(settings: Settings, recipe: str, steps: StepsOnRanks | None = None) -> Start:
     """On rank 0: choose where to start, and prepare the output directory."""
     directory = Path(settings.output_dir)
-    checkpoints = store.find_checkpoints(directory)
+    try:
+        checkpoints = store.find_checkpoints(directory)
+    except OSError as error:
+        raise unwritable(directory, error) from error
     try:
         files, manifest = choose_checkpoint(settings, recipe, checkpoints, steps)
     except RunFinished:  # the run may have been killed after its last save, before it cleaned up
@@ -94,7 +97,6 @@ def decide(settings: Settings, recipe: str, steps: StepsOnRanks | None = None) -
     elif settings.resume_from_checkpoint == AUTO:
         logger.info("fresh start: %s contains no checkpoint yet", directory)
     try:
-        directory.mkdir(parents=True, exist_ok=True)
         store.clean(directory)
         marked = OutputDirectory(path=directory.absolute(), mark=uuid.uuid4().hex)
         marked.staging.mkdir(parents=True)

@@ -17,6 +17,7 @@ import uuid
 import zlib
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -150,9 +151,10 @@ def files_of(folder: Path, manifest: Manifest) -> Files:
 
 
 def find_checkpoints(directory: Path) -> list[FoundCheckpoint]:
-    """Return all checkpoint directories, those with a valid manifest first, in descending order of serial."""
-    checkpoints = []
-    for path in (path for path in sorted(directory.glob("*")) if NAME.fullmatch(path.name) and path.is_dir()):
+    """Return all checkpoint directories, those with a valid manifest first, in descending order of serial. An OSError
+    means that there may be some."""
+    checkpoints, names = [], os.listdir(directory) if os.path.lexists(directory) else []
+    for path in (directory / name for name in sorted(names) if NAME.fullmatch(name) and (directory / name).is_dir()):
         found = read_manifest(path)
         manifest, fault = (found, None) if isinstance(found, Manifest) else (None, found)
         checkpoints.append(FoundCheckpoint(path, manifest, fault))
@@ -185,10 +187,12 @@ def publish(directory: OutputDirectory, staged: Path, name: str) -> None:
     # There may be a checkpoint of this name: an incomplete one, or one that this run saved before it resumed from an
     # earlier checkpoint. If the run is killed between removal and rename, it resumes from the previous checkpoint.
     place = directory.path / name
-    if place.is_dir():
-        remove(place)
+    replaced = _set_aside(place) if place.is_dir() else None
     staged.rename(place)
     sync(directory.path)
+    if replaced is not None:
+        with suppress(OSError):  # the next start deletes it
+            _delete(replaced)
 
 
 def prune(directory: Path, keep_last: int | None, resumed_from: str | None = None) -> None:
@@ -203,22 +207,28 @@ def prune(directory: Path, keep_last: int | None, resumed_from: str | None = Non
 
 
 def remove(folder: Path) -> None:
-    """Rename a checkpoint before deleting it, so that a partly deleted one does not look like a checkpoint."""
+    """Delete a checkpoint."""
+    _delete(_set_aside(folder))
+
+
+def _set_aside(folder: Path) -> Path:
+    """Rename a checkpoint before it is deleted, so that a partly deleted one does not look like a checkpoint."""
     renamed = folder.with_name(f"{REMOVING}{folder.name}-{uuid.uuid4().hex[:8]}")
     folder.rename(renamed)
-    if renamed.is_symlink():
-        renamed.unlink()
-    else:
-        shutil.rmtree(renamed)
+    return renamed
 
 
 def clean(directory: Path) -> None:
     """Remove the files and directories that killed runs have partly written or partly deleted."""
     for path in [*directory.glob(SAVING), *directory.glob(f"{REMOVING}*"), *directory.glob(DRAFTS)]:
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path)
-        else:
-            path.unlink()
+        _delete(path)
+
+
+def _delete(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:

@@ -88,7 +88,8 @@ def independent_copy(text: str, destination: Path) -> str:
     recipe_for = {recipe.stock_name: name for name, recipe in RECIPES.items()}
     text = COMMAND.sub(lambda found: f"{found[1]}{recipe_for.get(found[2], found[2])} --config {destination}", text)
     text = re.sub(r"^(# Made by .*|.*# only in the demo\b.*)\n", "", text, flags=re.MULTILINE)
-    return re.sub(r"^(output_dir: \S*/)[^\s/]+", rf"\g<1>{destination.stem}", text, flags=re.MULTILINE)
+    folder = re.compile(r"^(output_dir: \S*/)[^\s/]+", re.MULTILINE)
+    return folder.sub(lambda found: f"{found[1]}{destination.stem}", text)
 
 
 class Command(NamedTuple):

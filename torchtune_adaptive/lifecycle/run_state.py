@@ -201,4 +201,4 @@ def unwritable(directory: Path, error: OSError) -> ConfigError:
     if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
         remedy = "free space on this disk or repair it, or set output_dir to another one"
     cause = f"{error.filename or directory}: {error.strerror}"
-    return ConfigError(f"cannot write to output_dir {str(directory)!r}: {cause}; {remedy}")
+    return ConfigError(f"cannot use output_dir {str(directory)!r}: {cause}; {remedy}")

@@ -70,7 +70,7 @@ def build() -> Path:
         raise NullCudaError(
             f"the path of the cache has a space or a colon ({cache}): set XDG_CACHE_HOME to another path"
         )
-    library = cache / f"null_cuda-{version}-{sources_hash.hexdigest()[:12]}" / LIBRARY
+    library = cache / f"null_cuda-{platform.machine()}-{version}-{sources_hash.hexdigest()[:12]}" / LIBRARY
     if library.parent.exists():  # renamed into place with all its files
         if library.exists() and library.stat().st_size:
             return library

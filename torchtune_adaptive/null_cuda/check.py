@@ -91,7 +91,7 @@ class Recording:
         self.lines = set[str]()
         commands, description = self.threads[""], ""
         recorded, launches, launch = Counter[str](), dict[tuple[str, str], int](), ("", "")
-        for line in path.read_text().split("\n")[:-1]:
+        for line in path.read_text(errors="replace").split("\n")[:-1]:
             match line.split("\t"):
                 case "describe", description:
                     pass

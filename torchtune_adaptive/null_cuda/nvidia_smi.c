@@ -20,6 +20,13 @@ static void print_field(const char *field, unsigned which, const char *name, con
   else printf("[N/A]");
 }
 
+// Whether a list such as "0,2" contains a GPU; NULL contains all.
+static int listed(const char *only, unsigned which) {
+  for (const char *next = only; next; next = (next = strchr(next, ',')) ? next + 1 : NULL)
+    if ((unsigned)atoi(next) == which) return 1;
+  return !only;
+}
+
 int main(int count, char **arguments) {
   const char *query = NULL, *format = "", *only = NULL;
   int list = 0;
@@ -36,7 +43,7 @@ int main(int count, char **arguments) {
     char name[256], fields[1024];
     uint64_t mib[3];
     void *handle;
-    if (only && (unsigned)atoi(only) != which) continue;
+    if (!listed(only, which)) continue;
     nvmlDeviceGetHandleByIndex_v2(which, &handle);
     nvmlDeviceGetName(handle, name, sizeof name);
     nvmlDeviceGetMemoryInfo(handle, mib);

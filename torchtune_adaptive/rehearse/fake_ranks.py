@@ -11,7 +11,7 @@ from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -108,9 +108,11 @@ class FakeRanks:
     def _backend(self, ranks: Sequence[int]) -> str:
         return "cpu:gloo,cuda:nccl" if len(ranks) > 1 and {*ranks} <= {*self._running} else "fake"
 
-    def _init_process_group(self, *_: Any, **__: Any) -> None:
+    def _init_process_group(self, *_: Any, world_size: int = -1, **__: Any) -> None:
         from torch.testing._internal.distributed.fake_pg import FakeStore
 
+        if self._given is None and world_size not in (-1, self._ranks):
+            raise CannotRehearse(f"init_process_group has world_size={world_size}: pass --ranks {world_size}")
         backend, together = self._backend(range(self._ranks)), len(self._running) > 1
         store = FileStore(str(self._store)) if together else FakeStore()
         waits_for = [self._rank] if backend == "fake" else range(self._ranks)
@@ -156,9 +158,10 @@ class FakeRanks:
         self._launch(self._given or _ranks_of(args))
         self._run([*(["-m"] if args.module else []), args.training_script, *args.training_script_args])
 
-    def _start_processes(self, function: Any, args: tuple[Any, ...] = (), nprocs: int = 1, *_: Any, **__: Any) -> None:
+    def _start_processes(self, function: Any, args: tuple[Any, ...] = (), nprocs: int = 1, *_: Any, **__: Any) -> Any:
         self._launch(nprocs)
         function(self._rank % min(self._ranks, ONE_MACHINE), *args)
+        return SimpleNamespace(join=lambda *_, **__: True)
 
 
 def replace_simple_launcher(run: Callable[[Sequence[str]], None]) -> None:
@@ -186,7 +189,7 @@ def _skip_reductions_of_ddp() -> None:
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
         construct(self, *args, **kwargs)
         if dist.get_backend(self.process_group) == "fake":
-            _register_comm_hook(self.reducer, None, _bucket_unchanged)
+            _register_comm_hook(self.reducer, self.process_group, _bucket_unchanged)
 
     def register_hook(self: Any, *args: Any, **kwargs: Any) -> None:
         if dist.get_backend(self.process_group) != "fake":
@@ -198,9 +201,9 @@ def _skip_reductions_of_ddp() -> None:
     replace_everywhere(_verify_param_shape_across_processes, lambda *_, **__: None)
 
 
-def _bucket_unchanged(_: None, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+def _bucket_unchanged(group: dist.ProcessGroup, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     """Return DDP's bucket unchanged. This replaces an all-reduce, because that of a fake group returns no tensor."""
-    RECORDER.add_bucket(bucket.buffer().nbytes)
+    RECORDER.add_bucket(bucket.buffer().nbytes, dist.get_process_group_ranks(group))
     reduced: torch.futures.Future[torch.Tensor] = torch.futures.Future()
     reduced.set_result(bucket.buffer())
     return reduced

@@ -143,7 +143,7 @@ class RehearsalResult:
     later_batch: dict[str, Any] = field(default_factory=dict)
     """A batch after the rehearsed steps that is larger: batch, elements, rehearsed, steps; empty if none is."""
     largest: int | None = None
-    """The largest value of the range in the command that fits; 0 if none does; None without a range."""
+    """The largest value of the range in the command that fits; 0 if none does; None without a range or an answer."""
     hang: dict[str, Any] = field(default_factory=dict)
     """Which ranks wait for which others (see `hangs.py`); empty if none do."""
 
@@ -151,7 +151,7 @@ class RehearsalResult:
     def read(cls, path: Path, **about: Any) -> RehearsalResult:
         """Read a record. `about` has the other fields; the record's number of ranks takes precedence."""
         found = defaultdict[str, list[dict[str, Any]]](list)
-        for line in path.read_text().splitlines() if path.exists() else ():
+        for line in path.read_text(errors="replace").split("\n") if path.exists() else ():
             with suppress(ValueError):  # the last line is incomplete if the script was killed
                 record = json.loads(line)
                 found[record.pop("kind")].append(record)
@@ -185,6 +185,8 @@ class RehearsalResult:
         ranks = ranks or {0: next((path for path in records if path.is_file()), folder / "0")}
         if (compared := folder / COMPARED).exists():
             about |= json.loads(compared.read_text())
+        elif len(ranks) > 1:  # the process that compares them has failed
+            about["status"] = about.get("status") or 1
         results = [cls.read(path, **{"ranks": len(ranks), "rank": rank, **about}) for rank, path in ranks.items()]
         peaks = sorted(({"rank": each.rank, **each.run_peaks} for each in results), key=itemgetter("rank"))
         failed = [each for each in results if each.out_of_memory]

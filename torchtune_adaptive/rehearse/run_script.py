@@ -189,8 +189,8 @@ def _skip_writes_on_host() -> None:
     def is_offloaded(tensor: torch.Tensor) -> bool:
         return is_large(tensor) and (hasattr(tensor, "_local_tensor") or tensor.is_pinned())
 
-    def pinned(tensor: torch.Tensor, *args: Any) -> torch.Tensor:
-        return torch.empty_like(tensor, pin_memory=True) if is_large(tensor) else pin(tensor, *args)
+    def pinned(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return torch.empty_like(tensor, pin_memory=True) if is_large(tensor) else pin(tensor, *args, **kwargs)
 
     def skip(where: Any, name: str, applies: Callable[[torch.Tensor], bool]) -> None:
         change = getattr(where, name)

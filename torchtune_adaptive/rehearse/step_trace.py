@@ -16,7 +16,7 @@ import re
 import sys
 import tempfile
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -29,8 +29,8 @@ _RATES = {
     "c10::BFloat16": BF16, "c10::Half": BF16, "c10::Float8_e4m3fn": FP8, "c10::Float8_e5m2": FP8, "signed char": FP8,
 }  # fmt: skip
 _FIRST_MATRIX = {
-    "mm": 0, "bmm": 0, "addmm": 1, "baddbmm": 1, "_addmm_activation": 1, "_scaled_mm": 0, "_int_mm": 0,
-    "_grouped_mm": 0, "_scaled_grouped_mm": 0,
+    "mm": 0, "bmm": 0, "addmm": 1, "addmm_": 1, "baddbmm": 1, "baddbmm_": 1, "_addmm_activation": 1, "_scaled_mm": 0,
+    "_int_mm": 0, "_grouped_mm": 0, "_scaled_grouped_mm": 0,
 }  # fmt: skip
 _ATTENTION = re.compile(r"_scaled_dot_product_\w+_attention\w*|_?(flash|efficient|cudnn)_att\w+")
 _CONVOLUTIONS = "convolution", "convolution_backward"
@@ -103,12 +103,11 @@ class Recorder:
             file.seek(0)
             return read((line.decode(errors="replace") for line in file), self._untraced)
 
-    def add_bucket(self, size: int) -> None:
+    def add_bucket(self, size: int, ranks: Sequence[int]) -> None:
         """Count a bucket of DDP, whose all-reduce a rehearsal replaces."""
         if self._file is not None:  # a step is recorded
-            ranks = torch.distributed.get_world_size()
-            share = 2 * (ranks - 1) / ranks
-            self._untraced[Transfer(size, share, ranks, min(ranks, ONE_MACHINE), hidden=True)] += 1
+            share = 2 * (len(ranks) - 1) / len(ranks)
+            self._untraced[Transfer(size, share, len(ranks), _on_this_machine(ranks), hidden=True)] += 1
 
     def _launches(self, values: Iterable[Any], flops: float) -> None:
         size = sum(each.nbytes for each in values if isinstance(each, torch.Tensor) and each.is_cuda)
@@ -288,15 +287,18 @@ class _Trace:
             return []
         named = next((each for each in given.values if isinstance(each, str) and each in self._groups), None)
         ranks = self._groups[named] if named else self._group_of(sizes[-1] // sizes[0])
-        here = torch.distributed.get_rank() // ONE_MACHINE if torch.distributed.is_initialized() else 0
-        near = sum(each // ONE_MACHINE == here for each in ranks)
         share = 1.0 if kind["whole"] else (1 + bool(kind["twice"])) * (len(ranks) - 1) / len(ranks)
-        return [Transfer(sizes[-1], share, len(ranks), max(near, 1), hidden=False)]
+        return [Transfer(sizes[-1], share, len(ranks), _on_this_machine(ranks), hidden=False)]
 
     def _group_of(self, ratio: int) -> list[int]:
         """Return the widest group whose gathers return `ratio` times as much as they take, or else the largest."""
         groups = [ranks for ranks in self._groups.values() if len(ranks) == ratio > 1] or list(self._groups.values())
         return max(groups, key=lambda ranks: (len(ranks), ranks[-1] - ranks[0]), default=[0])
+
+
+def _on_this_machine(ranks: Sequence[int]) -> int:
+    here = torch.distributed.get_rank() // ONE_MACHINE if torch.distributed.is_initialized() else 0
+    return max(1, sum(each // ONE_MACHINE == here for each in ranks))
 
 
 def _with(found: _Items, kind: type, **changes: Any) -> _Items:

@@ -138,7 +138,7 @@ def largest(
             found[value] = result
             report(f"{value}: {result.verdict()}")
             if not result.fits and result.out_of_memory is None:
-                return replace(result, largest=0, cpu_s=sum(each.cpu_s for each in found.values()))
+                return replace(result, cpu_s=sum(each.cpu_s for each in found.values()))
             low, high = (max(low, value), high) if result.fits else (low, min(high, value))
         tried = {(2 * low + high) // 3, (low + 2 * high) // 3} - {low} if high - low > 1 else set()
     best, most = (found[low], low) if low in found else (found[min(found)], 0)

@@ -26,7 +26,7 @@ from torch import nn
 from torchtune import rlhf, training
 
 from torchtune_adaptive.checkpoints.contents import Contents
-from torchtune_adaptive.checkpoints.loading import build_checkpointer, load_reference, section_writing_to
+from torchtune_adaptive.checkpoints.loading import build_checkpointer, load_reference, section_that_saves
 from torchtune_adaptive.checkpoints.store import WEIGHTS, Checkpointer, Files, State
 from torchtune_adaptive.config import components
 from torchtune_adaptive.config.keys import Settings
@@ -127,7 +127,7 @@ class TwoCheckpointers:
 def build_checkpointers(cfg: DictConfig, staging: Path, files: Files | None) -> TwoCheckpointers:
     """Build `checkpointer` and `value_checkpointer`, which read the files of the config or, to resume, `files`."""
     policy = build_checkpointer(cfg, staging, files)
-    section = section_writing_to(cfg, keys.VALUE_FILES, staging / VALUE_FOLDER)
+    section = section_that_saves(cfg, keys.VALUE_FILES, staging / VALUE_FOLDER)
     if files is not None:
         folder = files.folder / VALUE_FOLDER
         found = sorted(str(path) for path in folder.glob("*") if WEIGHTS.fullmatch(path.name))

@@ -87,11 +87,12 @@ def test_searches_and_error_of_the_recipe_are_read_from_the_record(tmp_path: Pat
     lines = [
         {"kind": "search", "stage": "", "text": "batch search · linear", "result": {"rows": 8}},
         {"kind": "out_of_memory", **error},
-        {"kind": "message", "text": "no room: lower adaptive.memory_limit"},
+        {"kind": "message", "text": "no room:\u2028lower adaptive.memory_limit"},
     ]
-    record.write_text("\n".join(map(json.dumps, lines)))
+    text = "\n".join(json.dumps(each, ensure_ascii=False) for each in lines)
+    record.write_bytes(b"{\xff\n" + text.encode())
     found = RehearsalResult.read(record, usable_bytes=GIB, overhead_bytes=0, rank=0, ranks=1, status=1)
-    assert found.verdict() == "does not fit: no room: lower adaptive.memory_limit"
+    assert found.verdict() == "does not fit: no room:\u2028lower adaptive.memory_limit"
     assert found.most_rows == 8
     fits = RehearsalResult(usable_bytes=GIB, overhead_bytes=0, rank=0, ranks=1, status=0, searches=found.searches)
     assert "batch search · linear" in fits.as_text().split("\n\n")

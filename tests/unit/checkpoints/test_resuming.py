@@ -1,9 +1,11 @@
 """A run starts from its complete checkpoints only; other starts are refused with a remedy and remove no file."""
 
 import math
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 from omegaconf import DictConfig, OmegaConf
@@ -11,6 +13,7 @@ from omegaconf import DictConfig, OmegaConf
 from tests.unit.checkpoints.checkpoint_files import complete, save
 from torchtune_adaptive.checkpoints import store
 from torchtune_adaptive.checkpoints.identity import identity_of
+from torchtune_adaptive.checkpoints.loading import build_checkpointer
 from torchtune_adaptive.checkpoints.resuming import Start, decide
 from torchtune_adaptive.checkpoints.store import Files, Position
 from torchtune_adaptive.config.checks import read_full_settings
@@ -204,6 +207,21 @@ def test_start_that_would_mix_with_other_files_is_refused_and_removes_none(
         start(tmp_path, f"resume_from_checkpoint={mode}")
     assert (tmp_path / "epoch_0").is_dir()
     assert complete(tmp_path) == ["epoch_0"] * intact
+
+
+def test_folder_that_cannot_be_listed_is_an_error_and_not_an_empty_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "listdir", mock.Mock(side_effect=PermissionError(13, "Permission denied", str(tmp_path))))
+    with pytest.raises(ConfigError, match="Permission denied"):
+        start(tmp_path)
+
+
+def test_output_inside_the_folder_of_weights_is_refused(tmp_path: Path) -> None:
+    section = {"_component_": "torchtune.training.FullModelHFCheckpointer", "checkpoint_dir": str(tmp_path)}
+    cfg = OmegaConf.create({"checkpointer": section})
+    with pytest.raises(ConfigError, match=r"output_dir is inside checkpointer\.checkpoint_dir"):
+        build_checkpointer(cfg, tmp_path / "out" / ".saving", None)
 
 
 def test_file_with_the_name_of_a_checkpoint_is_kept(tmp_path: Path) -> None:

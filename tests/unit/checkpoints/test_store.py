@@ -4,6 +4,7 @@ import errno
 import json
 import mmap
 import os
+import shutil
 import stat
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -116,6 +117,17 @@ def test_publishing_replaces_a_folder_of_the_same_name_and_mapped_files_keep_the
     assert complete(tmp_path) == ["epoch_0", "step_40", "epoch_5"], "the last saved one first"
     assert not (place / "torn.bin").exists()
     assert mapped[:] == b"weights"
+
+
+def test_checkpoint_is_in_place_although_the_replaced_one_cannot_be_deleted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(tmp_path, "epoch_0", 2)
+    monkeypatch.setattr(shutil, "rmtree", mock.Mock(side_effect=OSError(errno.ENOTEMPTY, "Directory not empty")))
+    place = save(tmp_path, "epoch_0", 3)
+    found = read_manifest(place)
+    assert isinstance(found, Manifest)
+    assert found.serial == 3
 
 
 @pytest.mark.parametrize(

@@ -52,8 +52,8 @@ def test_ls_without_a_match_is_an_error(capsys: pytest.CaptureFixture[str]) -> N
 
 
 def test_cp_makes_a_file_that_runs_with_the_printed_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, _ = output_of(capsys, "cp", "llama3_2/1B_lora", str(tmp_path / "mine.v2"))
-    copy = tmp_path / "mine.v2.yaml"
+    code, out, _ = output_of(capsys, "cp", "llama3_2/1B_lora", str(tmp_path / "\\1.v2"))
+    copy = tmp_path / "\\1.v2.yaml"
     command = f"tune run --nproc_per_node 2 adaptive_lora_finetune_distributed --config {copy}"
     assert (code, out) == (0, f"copied to {copy}\nrun it with: {command}\n")
     output_of(capsys, "cp", FULL.name, str(tmp_path))

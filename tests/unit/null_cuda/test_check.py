@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from tests.nccl_problems import problems_in
-from torchtune_adaptive.null_cuda.check import Replay
+from torchtune_adaptive.null_cuda.check import Recording, Replay
 
 Line = tuple[object, ...]
 ONE, TWO = "stream 1", "stream 2"
@@ -33,6 +33,11 @@ def problems_of(folder: Path, *ranks: list[Line]) -> list[str]:
 
 def both(*lines: Line) -> tuple[list[Line], ...]:
     return tuple([create("a", rank), create("b", rank), *lines] for rank in range(2))
+
+
+def test_line_that_was_cut_inside_a_character_is_read(tmp_path: Path) -> None:
+    (tmp_path / "rank0").write_bytes("call\ta\t\t\tbarrier\té".encode()[:-1] + b"\t0\t0\n")
+    assert Recording(tmp_path / "rank0").name == "rank 0"
 
 
 STREAM_WAITS = ("stream", ONE, 0)
