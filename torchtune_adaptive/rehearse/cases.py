@@ -6,14 +6,12 @@ import inspect
 import json
 import sys
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping
 from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
-from xml.etree import ElementTree
 
-from torchtune_adaptive.atomic_files import reason, replace_file
+from torchtune_adaptive.atomic_files import reason
 from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.formatting import count_of, did_you_mean, is_whole, printable
 from torchtune_adaptive.rehearse.expectations import OF_FITTING, Expectations, peak_of, read_peaks, report, update_peaks
@@ -86,13 +84,13 @@ def _several(given: Mapping[str, Any], name: str, default: str | None) -> list[A
     return value if isinstance(value, list) else [value]
 
 
-def run_cases(path: Path, jobs: int, junit: str, update: bool, *, as_json: bool) -> int:
+def run_cases(path: Path, jobs: int, update: bool, *, as_json: bool) -> int:
     """Rehearse the cases of a file, print a table, and return the exit status."""
     cases = {case.name: case for case in read_cases(path)}
     if update and all(case.expected.growth_percent is None for case in cases.values()):
         raise ConfigError(f"--update-peaks: no case of {path} has growth_percent: set it, for example in [defaults]")
     peaks, recorded = path.with_suffix(".peaks.json"), read_peaks(path.with_suffix(".peaks.json"))
-    ended, unwritten = dict[str, SweepRow](), dict[Path, str]()
+    ended, unwritten = dict[str, SweepRow](), ""
     for name, found in in_parallel(_rehearse, {name: (case,) for name, case in cases.items()}, jobs):
         print(f"{name}: {found.verdict()}", file=sys.stderr, flush=True)
         if found.output:
@@ -100,16 +98,14 @@ def run_cases(path: Path, jobs: int, junit: str, update: bool, *, as_json: bool)
         expected = cases[name].expected
         if update and found.fits and expected.growth_percent is not None:
             recorded[name] = peak_of(found)
-            with _noting_errors(peaks, unwritten):
+            try:
                 update_peaks(peaks, {name: recorded[name]})
+            except OSError as error:
+                unwritten = f"error: {peaks} cannot be written: {reason(error)}"
         failures, before = expected.failures(found, recorded.get(name)), recorded.get(name)
         text = report(failures, found, before) if failures else ""
         grown = found.run_peaks["allocated_bytes"] - before["allocated_bytes"] if before else None
         ended[name] = SweepRow(cases[name].gpu, found, name, failures, text, grown)
-        if junit:  # after each case, so that a job that is stopped has results
-            done = [ended[name] for name in cases if name in ended]
-            with _noting_errors(Path(junit), unwritten):
-                replace_file(Path(junit), _junit(printable(path.name), done))
     rows = [ended[name] for name in cases]
     if as_json:
         print(json.dumps([row.as_dict() for row in rows], indent=2))
@@ -118,17 +114,9 @@ def run_cases(path: Path, jobs: int, junit: str, update: bool, *, as_json: bool)
         cpu_s = sum(row.found.cpu_s for row in rows)
         total = f"{count_of(len(rows), 'case')}, {len(failed)} not as expected, {cpu_s:.0f} CPU s"
         print(as_table(rows), total, *failed, sep="\n\n")
-    for file, why in unwritten.items():
-        print(f"error: {file} cannot be written: {why}", file=sys.stderr)
+    if unwritten:
+        print(unwritten, file=sys.stderr)
     return max([0, 2 * bool(unwritten), *(2 if row.fits is None else 1 for row in rows if row.failures)])
-
-
-@contextmanager
-def _noting_errors(file: Path, unwritten: dict[Path, str]) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        unwritten[file] = reason(error)
 
 
 def _rehearse(case: Case) -> RehearsalResult:
@@ -137,21 +125,3 @@ def _rehearse(case: Case) -> RehearsalResult:
         return rehearse(gpu=case.gpu, ranks=case.ranks, quiet=True, **case.options)
     except Exception as error:  # noqa: BLE001
         return RehearsalResult(0, 0, 0, case.ranks or 1, status=1, message=f"CannotRehearse: {reason(error)}")
-
-
-def _junit(name: str, rows: Sequence[SweepRow]) -> bytes:
-    suite = ElementTree.Element("testsuite", name=name, tests=str(len(rows)))
-    tags = ["error" if row.fits is None else "failure" if row.failures else "" for row in rows]
-    for tag in "failure", "error":
-        suite.set(f"{tag}s", str(tags.count(tag)))
-    for row, tag in zip(rows, tags, strict=True):
-        case = ElementTree.SubElement(suite, "testcase", classname=name, name=row.name, time=f"{row.found.cpu_s:.1f}")
-        if tag:
-            ElementTree.SubElement(case, tag, message=printable(row.failures[0])).text = _printable_lines(row.report)
-        if row.found.output:
-            ElementTree.SubElement(case, "system-err").text = _printable_lines(row.found.output)
-    return bytes(ElementTree.tostring(suite, encoding="utf-8", xml_declaration=True))
-
-
-def _printable_lines(text: str) -> str:
-    return "\n".join(map(printable, text.splitlines()))

@@ -73,7 +73,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument("--cases", metavar="FILE", help="rehearse the commands of this TOML file (docs/ci.md)")
     parser.add_argument("--jobs", type=_count, default=1, metavar="N", help="cases in parallel")
-    parser.add_argument("--junit", metavar="FILE", default="", help="write the results of the cases as JUnit XML")
     parser.add_argument("--update-peaks", action="store_true", help="record the peaks of the cases")
     parser.add_argument("--format", choices=("text", "json"), default="text", help="output format")
     parser.add_argument("words", nargs=argparse.REMAINDER, metavar="command", help="the script and its arguments")
@@ -88,7 +87,7 @@ def run(options: argparse.Namespace) -> int:
         _refuse_other_options(options)
         if options.cases:
             as_json = options.format == "json"
-            return run_cases(Path(options.cases), options.jobs, options.junit, options.update_peaks, as_json=as_json)
+            return run_cases(Path(options.cases), options.jobs, options.update_peaks, as_json=as_json)
         cards = [gpu_named(name) for name in dict.fromkeys(options.gpu or [GPU])]
         if len(cards) * len(options.ranks) == 1:
             found = rehearse(command, cards[0], options.ranks[0], **given)
@@ -108,7 +107,7 @@ def run(options: argparse.Namespace) -> int:
 
 def _refuse_other_options(options: argparse.Namespace) -> None:
     """Refuse the options of cases without a file of cases, and with one, those that it contains instead."""
-    of_cases = {"jobs", "junit", "update_peaks"}
+    of_cases = {"jobs", "update_peaks"}
     add_arguments(parser := argparse.ArgumentParser())
     given = {name for name, default in vars(parser.parse_args([])).items() if getattr(options, name) != default}
     if not options.cases and (wrong := given & of_cases):
