@@ -26,6 +26,7 @@ from torchtune_adaptive.hf.losses import (
     BatchLoss,
     Reduction,
     TwoSamples,
+    candidates,
     how_losses_add_up,
 )
 from torchtune_adaptive.hf.metrics import BatchMetrics
@@ -134,6 +135,12 @@ def test_other_labels_are_not_changed(labels: Any) -> None:
 
 def ones(*shape: int) -> torch.Tensor:
     return torch.ones(shape, dtype=torch.int64)
+
+
+def test_samples_of_the_check_have_different_numbers_of_tokens_although_all_answers_are_long() -> None:
+    pair = {"prompt_ids": [1], "chosen_ids": [1] * 40, "rejected_ids": [1] * 40}
+    (first,), second = candidates([RawSample(pair)] * 2)
+    assert first.length < second.length
 
 
 @pytest.mark.parametrize(

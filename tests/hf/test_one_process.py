@@ -5,11 +5,13 @@ from __future__ import annotations
 import errno
 import random
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, ClassVar
 
 import pytest
 
@@ -47,6 +49,7 @@ from torchtune_adaptive.errors import (
     RecoveryUnsupportedError,
 )
 from torchtune_adaptive.hf import AdaptiveArguments, AdaptiveTrainer, adaptive
+from torchtune_adaptive.hf.steps import forgetting_offloaded
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -520,6 +523,16 @@ def masked_at_random(samples: Any) -> Any:
     return {**batch, "labels": batch["labels"].where(torch.rand(batch["labels"].shape) > 0.5, -100)}
 
 
+class MaskedBySeed:
+    def __init__(self) -> None:
+        self.generator = torch.Generator().manual_seed(5)
+
+    def __call__(self, samples: Any) -> Any:
+        batch = collate(samples)
+        drawn = torch.rand(batch["labels"].shape, generator=self.generator)
+        return {**batch, "labels": batch["labels"].where(drawn > 0.5, -100)}
+
+
 def edit(inputs: Any) -> None:
     inputs["labels"][:, 3:] = -100
 
@@ -541,12 +554,20 @@ class EditsAfter(Trainer):
     "options",
     [
         lambda: {"data_collator": masked_at_random},
+        lambda: {"data_collator": MaskedBySeed()},
         lambda: {"base": EditsBefore},
         lambda: {"base": InTraining},
         lambda: {"base": InTraining, "model": tiny_llama(attention_dropout=0.2)},
         lambda: {"base": changing_loss(lambda _, loss: loss**2, Means)},
     ],
-    ids=["random batches", "edited batches", "compared rows", "compared rows, with dropout", "squared mean"],
+    ids=[
+        "random batches",
+        "batches by a seed",
+        "edited batches",
+        "compared rows",
+        "compared rows, with dropout",
+        "squared mean",
+    ],
 )
 def test_step_that_cannot_be_split_trains_like_stock_until_memory_runs_out(
     folder: Path, options: Callable[[], dict[str, Any]], caplog: pytest.LogCaptureFixture
@@ -678,6 +699,7 @@ def test_batch_normalization_is_refused_and_keeps_its_statistics(folder: Path) -
         ("auto_find_batch_size", {"auto_find_batch_size": True}, lambda _: None),
         ("CUDA graphs", {"torch_compile_mode": "reduce-overhead"}, lambda _: None),
         ("lomo", {"optim": "lomo"}, lambda _: None),
+        ("batch_rebalance", {"train_sampling_strategy": "batch_rebalance"}, lambda _: None),
         ("DataParallel", {}, lambda trainer: setattr(trainer.args, "_n_gpu", 2)),
         ("DeepSpeed", {}, lambda trainer: setattr(trainer, "is_deepspeed_enabled", True)),
         ("FSDP1", {}, lambda trainer: setattr(trainer, "is_fsdp_enabled", True)),
@@ -693,6 +715,17 @@ def test_unsupported_arguments_are_refused_in_one_line(
 
     with pytest.raises(ConfigError, match=f"^AdaptiveChanged does not support .*{named}.*$"):
         adaptive(Changed)(model=torch.nn.Linear(1, 1), args=arguments(folder, **settings))
+
+
+def test_offloaded_tensors_of_a_failed_microbatch_are_forgotten() -> None:
+    class Offloading(nullcontext[None]):
+        tracker: ClassVar[dict[int, torch.Tensor]] = {}
+
+    trainer = SimpleNamespace(maybe_activation_offload_context=Offloading())
+    with suppress(torch.OutOfMemoryError), forgetting_offloaded(trainer):
+        Offloading.tracker[0] = torch.ones(1)
+        raise torch.OutOfMemoryError
+    assert not Offloading.tracker
 
 
 def test_dispatched_batches_are_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

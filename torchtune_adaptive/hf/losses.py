@@ -278,7 +278,8 @@ def candidates(samples: Sequence[Any]) -> tuple[list[RawSample], RawSample]:
     of_classes = {each.label: each for each in reversed(shortest)}
     most = min(max(from_all_ranks(len(of_classes))), MOST_CLASSES)
     firsts = islice(cycle(of_classes.values()), most)
-    return [each.with_targets(few=True) for each in firsts], others[0].with_targets()
+    few = (each if "input_ids" in each.features else each.shortened(CHECKED_TOKENS // 2) for each in firsts)
+    return [each.with_targets(few=True) for each in few], others[0].with_targets()
 
 
 def random_state() -> object:

@@ -6,7 +6,7 @@ import copy
 import logging
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from itertools import chain
 from operator import attrgetter
@@ -42,6 +42,7 @@ from torchtune_adaptive.hf.samples import (
     RawSample,
     indices_of_largest,
     media_in,
+    row_lengths_in,
 )
 from torchtune_adaptive.report.tables import search_table
 
@@ -119,6 +120,8 @@ class OptimizerSteps:
         )
         recovery = shared.recovery
         rows = trainer.args.per_device_train_batch_size
+        if trainer.accelerator.split_batches:
+            rows = max(1, rows // world_size())
         limit = TokenLimit(budget, rows_per_sample) if isinstance(budget, int) else RowLimit(rows)
         self.runner = StepRunner(
             self.model, self._forward_backward, kind=kind, limit=limit, recovery=recovery, reduce_once=True
@@ -211,6 +214,7 @@ class OptimizerSteps:
 
         part_of = self._batch_of.get(id(samples[0]), 0) if self._keeps_batches else 0
         with (
+            forgetting_offloaded(self.trainer),
             only_fsdp_communicates(self.trainer, self.model, generated=isinstance(self._samples[0], GeneratedRow)),
             self.metrics.of_microbatch(part_of, counts.rows if weight else 0, batch.inputs),
             override_attributes(self.trainer.accelerator, backward=weighted_backward),
@@ -286,6 +290,8 @@ class OptimizerSteps:
             reason = "the ranks have batches of different sizes; use equal ones"
         if getattr(self.trainer, "calculate_KL", False):  # which the check of the loss sees only after some steps
             reason = f"KTO's default loss compares samples, {NOT_SPLIT}; for example loss_type='apo_zero_unpaired'"
+        if sorting := {"aot", "aot_unpaired"}.intersection(getattr(self.trainer, "loss_types", ())):
+            reason = f"DPO's loss {min(sorting)} sorts the samples of a batch, {NOT_SPLIT}"
         if reason is None and rows > 1:
             reason = self._find_reduction()
         elif reason is None and world_size() > 1:
@@ -311,6 +317,7 @@ class OptimizerSteps:
         if self.memory is None:
             raise ConfigError("a CPU has no memory limit to search within; set memory_limit, for example 4GiB")
         samples, loader, length = self._samples, self.trainer.callback_handler.train_dataloader, attrgetter("length")
+        kept: list[int] = []  # tokens of the longest sample that its collator keeps
         if isinstance(samples[0], GeneratedRow):
             largest = [self.trainer._passes.find_longest(samples[0])]
         elif hasattr(loader.dataset, "__len__"):
@@ -318,21 +325,23 @@ class OptimizerSteps:
             workers = self.trainer.args.dataloader_num_workers
             indices = indices_of_largest(loader.dataset, loader.collate_fn, workers, collated=collated)
             items = (loader.dataset[index] for index in dict.fromkeys(indices))
-            # This collate_fn removes columns that the model does not use.
-            largest = [loader.collate_fn([item])[SAMPLES_KEY].samples[0] for item in items]
+            # This collate_fn removes columns that the model does not use, and may truncate.
+            batches = [loader.collate_fn([item]) for item in items]
+            largest, kept = [each[SAMPLES_KEY].samples[0] for each in batches], row_lengths_in(batches[0])
         else:  # the sizes of a streamed dataset are unknown: use the first step
             largest = [max(from_all_ranks(max(samples, key=length)), key=length)]
         # Measure two candidates: the longest sample with copies of that with the largest images, and only such copies.
         found = min((self._find_rows(first, largest[-1]) for first in largest), key=attrgetter("unrounded_rows"))
+        tokens = min(largest[0].length, max(kept, default=largest[0].length))
         if rank() == 0:
-            print(search_table(found, largest[0].length), flush=True)
+            print(search_table(found, tokens), flush=True)
         if isinstance(samples[0], GeneratedRow):
             self.trainer._passes.search(self._training_step(largest[0]))
         self.memory.reset_peak()  # the next peak decides whether steps reduce gradients once
         if self.trainer.adaptive.token_budget != "auto" or self._media:  # memory is not proportional to tokens
             return RowLimit(found.rows)
         rows_per_sample = len(largest[0].row_lengths)
-        return TokenLimit(int(found.unrounded_rows * largest[0].length) * rows_per_sample, rows_per_sample)
+        return TokenLimit(int(found.unrounded_rows * tokens) * rows_per_sample, rows_per_sample)
 
     def _find_rows(self, first: RawSample, others: RawSample) -> SearchResult:
         """Collective: search for the most rows of a microbatch that consists of `first` and copies of `others`."""
@@ -355,10 +364,24 @@ def warn_without_recovery(reason: str) -> None:
         logger.warning("training continues without recovery, so an out-of-memory error ends it: %s", reason)
 
 
+@contextmanager
+def forgetting_offloaded(trainer: Any) -> Iterator[None]:
+    """Within the context, which is that of a microbatch, offload activations if TRL's trainer does. TRL enters its own
+    context once per batch, and would keep tensors of a failed pass."""
+    context = getattr(trainer, "maybe_activation_offload_context", nullcontext())
+    try:
+        with context:
+            yield
+    finally:
+        getattr(context, "tracker", {}).clear()
+
+
 def remember_random_state(trainer: Any, parameters: Iterable[Tensor] = ()) -> Callable[[], None]:
     """Return a function that restores random generators, TRL's counters and the gradients of these parameters."""
     gradients = [(each, each.grad) for each in parameters]  # of an incomplete step, or None
     python, numpy, torch_states = random.getstate(), np.random.get_state(), RngState.capture()
+    generator: Any = getattr(trainer.data_collator, "generator", None)  # of a collator with a seed
+    drawn = generator.get_state() if isinstance(generator, torch.Generator) else None
     counters = {name: copy.deepcopy(getattr(trainer, name)) for name in COUNTERS if hasattr(trainer, name)}
 
     def restore() -> None:
@@ -366,6 +389,8 @@ def remember_random_state(trainer: Any, parameters: Iterable[Tensor] = ()) -> Ca
         random.setstate(python)
         np.random.set_state(numpy)
         torch_states.restore()
+        if drawn is not None:
+            generator.set_state(drawn)
         for parameter, gradient in gradients:
             parameter.grad = gradient if gradient is None else gradient.clone()
 

@@ -332,6 +332,9 @@ def _refuse_unsupported(trainer: Trainer) -> None:
         "KTO's default loss on several ranks, which compares samples of all ranks; set loss_type='apo_zero_unpaired'": (
             getattr(trainer, "calculate_KL", False) and trainer.accelerator.num_processes > 1
         ),
+        "train_sampling_strategy='batch_rebalance', whose batches have different numbers of rows; use another one": (
+            str(getattr(args, "train_sampling_strategy", "")).endswith("batch_rebalance")
+        ),
         "a quantile of the entropy of all rows; set top_entropy_quantile=1": (
             getattr(trainer, "top_entropy_quantile", 1.0) < 1
         ),
