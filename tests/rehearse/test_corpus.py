@@ -47,8 +47,7 @@ def marked_lines(name: str) -> set[int]:
 
 def named_lines(found: dict[str, Any]) -> set[int]:
     """Return the lines of the script that the report names."""
-    places = *found["guesses"], *found["read_again"]
-    return {int(each.rpartition(":")[2]) for each in places if each.startswith(str(CORPUS))}
+    return {int(each.rpartition(":")[2]) for each in found["guesses"] if each.startswith(str(CORPUS))}
 
 
 def print_row(name: str) -> None:
@@ -203,27 +202,6 @@ def test_script_that_finds_its_own_files_is_not_compared_with_itself(rehearse: R
     answer = rehearse(script, json_format=False)
     assert answer.status == 0, answer.printed
     assert "does the script find files that it has written?" in answer.found
-
-
-def test_file_that_the_first_rehearsal_has_written_is_named_where_the_second_reads_it(rehearse: Rehearse) -> None:
-    script = """
-    import os
-    import torch
-
-    layer = torch.nn.Linear(1024, 1024, device="cuda")
-    optimizer = torch.optim.SGD(layer.parameters())
-    torch.save(torch.ones(4), "before.pt")
-    rows = (torch.rand(100_000, device="cuda") > 0.5).sum().cpu()
-    torch.load("before.pt")
-    if not os.path.exists("rows.pt"):
-        torch.save(rows, "rows.pt")
-    layer(torch.ones(1 + int(torch.load("rows.pt")), 1024, device="cuda")).sum().backward()
-    optimizer.step()
-    """
-    answer = rehearse(script)
-    assert answer.status == 0, answer.printed
-    assert [at.rpartition(":")[2] for at in answer.found["read_again"]] == ["12"]
-    assert "memory depends on a guessed value at train.py:12" in answer.found["verdict"]
 
 
 @pytest.mark.parametrize(

@@ -105,14 +105,13 @@ def _with_random_values(
         return found
     if not quiet:
         print("rehearse: the script reads computed values: once more, with random ones", file=sys.stderr)
-    spent, read_again, ends = [found.cpu_s], dict[str, str](), list[str]()
+    spent, ends = [found.cpu_s], list[str]()
 
     def differing(kept: Sequence[str] | None, *, not_finite: bool = False) -> RehearsalResult | None:
         """Rehearse with random values, except at these places, or with NaN. Return the result if its memory differs."""
-        changed = settings._replace(ranks=found.ranks, kept=kept, not_finite=not_finite, since=found.first_read)
+        changed = settings._replace(ranks=found.ranks, kept=kept, not_finite=not_finite)
         other = _rehearse(changed, command, gpu, quiet=True)
         spent.append(other.cpu_s)
-        read_again.update(other.read_again)
         if other.fits and len(other.steps) > len(found.steps):
             ends.append(found.last_read)
         return other if other.compare_to(found) else None
@@ -133,7 +132,7 @@ def _with_random_values(
         place = next(iter(found.reads_before_difference(other)), "an unknown line")
         others[place if place in others else NOT_FINITE + place] = other
     found = found.with_random_values(others)
-    return replace(found, cpu_s=sum(spent), read_again=read_again, ended_by=next(iter(ends), ""))
+    return replace(found, cpu_s=sum(spent), ended_by=next(iter(ends), ""))
 
 
 def _rehearse(settings: RankSettings, command: Sequence[str], gpu: Gpu, *, quiet: bool) -> RehearsalResult:

@@ -128,10 +128,6 @@ class RehearsalResult:
     memory (`higher`) or has `failed`; and the one with the usual values, if this is not its result."""
     too_large: str = ""
     """The place that decides a rehearsal with random values that ran out of memory; empty if none did."""
-    first_read: float = 0
-    """When the script has read its first unknown value, in seconds since the epoch."""
-    read_again: dict[str, str] = field(default_factory=dict)
-    """Places where another rehearsal has read files that this one has written, and their paths."""
     ended_by: str = ""
     """The last place that was read, if rehearsals with other values took more steps."""
     is_repeatable: bool = True
@@ -165,8 +161,6 @@ class RehearsalResult:
             end=dict(*found["end"][:1]),
             reads=found["read"],
             routing=[*dict.fromkeys(each["place"] for each in found["routing"])],
-            first_read=sum(each["time"] for each in found["first_read"]) - 0.01,  # times of files are less exact
-            read_again={each["place"]: each["path"] for each in found["read_again"]},
             child="".join(each["command"] for each in found["child"][:1]),
             # without data, answers end at once, so the time of a step is unknown
             traced=dict(*found["work"][-1:]) if all(each["timed"] for each in found["setting"]) else {},
@@ -391,7 +385,7 @@ class RehearsalResult:
     def _guessed(self) -> str:
         """The part of the verdict about guessed values that may raise the peak."""
         places = [each["place"].removeprefix(NOT_FINITE) for each in self.tried if each["higher"]]
-        places += [*self.read_again, *self.routing]
+        places += self.routing
         recent = {each["at"] for each in self.reads[-ENDLESS:]} - {END}
         if self.out_of_memory and len(recent) == 1 and len(self.reads) >= ENDLESS:  # in a loop
             places += recent
@@ -542,10 +536,6 @@ class RehearsalResult:
             *[_ROUTING.format(places=_shortened(self.routing))] * bool(self.routing),
             *["another rehearsal with the same values differs: does the script find files that it has written?"]
             * (not self.is_repeatable),
-            *(
-                f"{place} reads {path}, which the first rehearsal has written"
-                for place, path in self.read_again.items()
-            ),
             *(f"with {_values_at(place)}: {verdict}" for place, verdict, *_ in tried),
             *["to state a value: --fixed FILE:LINE=N"] * bool(self.tried),
             *(f"--fixed {place}=N has no effect: this line reads no unknown value" for place in self.unread),
@@ -558,7 +548,7 @@ class RehearsalResult:
         """Return the result for JSON."""
         same = (
             "rank", "ranks", "usable_bytes", "overhead_bytes", "rank_peaks", "out_of_memory", "caught",
-            "guesses", "routing", "tried", "read_again", "ended_by", "later_batch",
+            "guesses", "routing", "tried", "ended_by", "later_batch",
         )  # fmt: skip
         return {
             "fits": self.fits,

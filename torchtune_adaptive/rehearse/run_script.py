@@ -127,8 +127,6 @@ def main(
     guesses.kept, guesses.fixed, guesses.not_finite = settings.kept, settings.fixed, settings.not_finite
     guesses.on_read, guesses.on_routing = recorder.has_read, recorder.routes
     values.alone = settings.together is None
-    if settings.since is not None:
-        recorder.note_files(settings.since)
     fake_ranks.begin(settings.rank, settings.ranks, start_ranks, folder / "store")
     _run_recorded(recorder, command)
 

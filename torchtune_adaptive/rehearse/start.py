@@ -116,8 +116,6 @@ class RankSettings(NamedTuple):
     """Other unknown values are random, except at these places (`file:line`); None: all are the usual ones."""
     not_finite: bool = False
     """True: unknown floats are NaN."""
-    since: float | None = None
-    """When an earlier rehearsal has read its first unknown value. Reads of files that it wrote later are recorded."""
     timeout: float | None = None
     """The seconds after which the process is killed."""
     without_data: bool = False

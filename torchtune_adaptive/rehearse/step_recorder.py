@@ -9,10 +9,8 @@ import json
 import linecache
 import os
 import re
-import stat
 import sys
 import threading
-import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -32,7 +30,7 @@ from torchtune_adaptive.null_cuda import used_convolutions, used_memory, used_wo
 from torchtune_adaptive.rehearse.fake_ranks import after_import
 from torchtune_adaptive.rehearse.later_batches import larger_batch, note_batches
 from torchtune_adaptive.rehearse.memory_by_holder import memory_by_holder
-from torchtune_adaptive.rehearse.recording import LIBRARIES, lines, lines_of
+from torchtune_adaptive.rehearse.recording import LIBRARIES, lines_of
 from torchtune_adaptive.rehearse.result import END, END_OF_STEP, MOST_READS, NEEDS_OTHERS
 from torchtune_adaptive.rehearse.start import RankSettings
 from torchtune_adaptive.rehearse.step_trace import RECORDER
@@ -40,7 +38,6 @@ from torchtune_adaptive.run_hooks import HOOKS
 
 _TORCH = str(Path(torch.__file__).parent)
 _HERE, _PACKAGE = map(str, Path(__file__).parents[:2])
-_CACHES = re.compile(r"/__pycache__/|/torchinductor_|/\.triton/|^/proc/")
 
 
 class StepRecorder:
@@ -250,26 +247,9 @@ class StepRecorder:
 
     def has_read(self, place: str) -> None:
         """Record that the script reads an unknown value, and how many bytes it has allocated until then."""
-        if not self._reads:
-            self.write("first_read", {"time": time.time()})
         self._reads += 1
         if self._reads < MOST_READS or not place[-1].isdecimal():
             self.write("read", {"at": place, "total_bytes": _total_bytes()})
-
-    def note_files(self, since: float) -> None:
-        """Record reads of files that were written since this time, but before this process started."""
-        started = time.time()
-
-        def note(event: str, args: tuple[Any, ...]) -> None:
-            if event != "open" or isinstance(args[0], int) or args[2] & (os.O_WRONLY | os.O_RDWR):
-                return
-            path = os.path.abspath(os.fsdecode(args[0]))
-            with suppress(OSError):
-                status = os.stat(path)
-                if stat.S_ISREG(status.st_mode) and since <= status.st_mtime < started and not _CACHES.search(path):
-                    self.write("read_again", {"place": lines().partition(" < ")[0], "path": path})
-
-        sys.addaudithook(note)
 
     def routes(self, place: str) -> None:
         """Record that the script counts the tokens of experts at this place."""
