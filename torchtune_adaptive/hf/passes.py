@@ -29,7 +29,6 @@ from torchtune_adaptive.engine.results import Totals
 from torchtune_adaptive.engine.snapshot import override_attributes
 from torchtune_adaptive.engine.step import StepRunner
 from torchtune_adaptive.errors import ConfigError, LimitExhaustedError
-from torchtune_adaptive.formatting import format_apart
 from torchtune_adaptive.hf.metrics import only_fsdp_communicates
 from torchtune_adaptive.hf.samples import GeneratedRow, share_of_rank
 from torchtune_adaptive.hf.steps import Shared
@@ -41,8 +40,6 @@ STATE = "adaptive_passes"
 """Key of the limits in `trainer_state.json`, under `stateful_callbacks`."""
 TOKENIZED = 256
 """Number of prompts that are tokenized at once, to find the longest."""
-NOTICEABLE = 0.99
-"""Log if the budget falls to this share of the previous one."""
 FILLER = -1
 """In place of the index of a row: a short row."""
 GENERATION, POLICY, REFERENCE = "generation", "log-probabilities", "reference log-probabilities"
@@ -90,7 +87,6 @@ class GenerationPasses:
         self._results: list[Any] = []
         self._generates_gathered = True
         """False if all parameters of an FSDP2 model do not fit into memory at once, with one row."""
-        self._budget_bytes = 0 if shared.memory is None else shared.memory.budget_bytes
 
     @contextmanager
     def recovering(self) -> Iterator[None]:
@@ -162,7 +158,6 @@ class GenerationPasses:
         callbacks, self._pass = self._trainer.state.stateful_callbacks, work
         if not self._trainer.model.training:  # whose batches have another size
             stage = f"{stage} in evaluation"
-        self._lower_budget()
         if (runner := self._runners.get(stage)) is None:
             if self._trainer.adaptive.searches and self._trainer._steps is None:  # the search is in the first step
                 self._first[stage] = work
@@ -191,22 +186,6 @@ class GenerationPasses:
         if rows[0] != FILLER:
             self._results.append(result)
         return Totals(torch.zeros(()), 0)
-
-    def _lower_budget(self) -> None:
-        """If other processes or CUDA's libraries hold more memory than before, log it, and lower the budget."""
-        memory, before = self._shared.memory, self._budget_bytes
-        if memory is None or (now := memory.budget_bytes) > before * NOTICEABLE:
-            return
-        self._budget_bytes = now
-        fell = " to ".join(format_apart(before, now))
-        logger.warning(
-            "rank %d: other processes or CUDA's libraries hold more memory than before; the budget falls from %s",
-            rank(),
-            fell,
-        )
-        steps = self._trainer._steps
-        for runner in [*self._runners.values(), *([] if steps is None else [steps.runner])]:
-            runner.measure_memory(memory)
 
     def _score(self, score: Callable[..., Any], model: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Collective: TRL's `_get_per_token_logps_and_entropies`, without gradients."""

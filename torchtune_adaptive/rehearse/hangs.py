@@ -14,11 +14,6 @@ from torchtune_adaptive.null_cuda.check import NcclCall, Replay, Waiting
 
 _UNUSED = "Expected to have finished reduction"
 """Part of the error that DDP raises in the next forward on a rank that used other parameters than its peers."""
-_KINDS = {
-    r"state_dict|full_tensor|\bsave": "a state dict is gathered", r"eval|valid": "an evaluation runs",
-    r"barrier": "a barrier is called",
-}  # fmt: skip
-"""What a line does, by pattern of its source."""
 ALL = "all ranks"
 """The description of the default group."""
 
@@ -188,12 +183,11 @@ def _branch(replay: Replay, mine: NcclCall, theirs: NcclCall | None, rank: str) 
         return ""
     for block in _blocks(mine.line):
         if not block.is_loop and block not in there:
-            sources = " ".join(_source(each) for each in mine.line.split(" < "))
-            what = next((text for pattern, text in _KINDS.items() if re.search(pattern, sources)), "this line runs")
             only = [name for name, each in replay.recordings.items() if mine.line.split(" < ")[0] in each.lines]
             branch = block.source if block.part == "body" else f"else of {block.source}"
             at = mine.line.split(" < ")[0]
-            return f"{what} at {at} only on {ranks_named(_numbers(only))}, in the branch `{branch}` at {block.place}"
+            ranks = ranks_named(_numbers(only))
+            return f"this line runs at {at} only on {ranks}, in the branch `{branch}` at {block.place}"
     return ""
 
 
