@@ -123,6 +123,8 @@ def why_recovery_is_off(model: nn.Module) -> str | None:
     spans = [each.device_mesh.size() == world_size() for each in model.parameters() if isinstance(each, DTensor)]
     if not (any(spans) if exchanges_activations(model) else all(spans)):
         return "it is sharded over only some of the ranks"
+    if not exchanges_activations(model) and any(len(_groups(each)) > 1 for each in _modules(model)):
+        return "a module has parameters on several meshes, and FSDP's setters for collectives accept only one"
     if any(group._all_reduce_hook is not None for group in groups):
         return "it has an all-reduce hook, whose collectives are unknown"
     comms = [each for group in groups for each in (group._all_gather_comm, group._reduce_scatter_comm)]
