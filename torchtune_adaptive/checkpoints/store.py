@@ -153,8 +153,12 @@ def files_of(folder: Path, manifest: Manifest) -> Files:
 def find_checkpoints(directory: Path) -> list[FoundCheckpoint]:
     """Return all checkpoint directories, those with a valid manifest first, in descending order of serial. An OSError
     means that there may be some."""
-    checkpoints, names = [], os.listdir(directory) if os.path.lexists(directory) else []
-    for path in (directory / name for name in sorted(names) if NAME.fullmatch(name) and (directory / name).is_dir()):
+    checkpoints = []
+    try:
+        names = sorted(os.listdir(directory))
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    for path in (directory / name for name in names if NAME.fullmatch(name) and (directory / name).is_dir()):
         found = read_manifest(path)
         manifest, fault = (found, None) if isinstance(found, Manifest) else (None, found)
         checkpoints.append(FoundCheckpoint(path, manifest, fault))

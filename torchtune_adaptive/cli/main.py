@@ -14,14 +14,7 @@ from typing import NamedTuple
 
 from torchtune_adaptive.atomic_files import reason, replace_file
 from torchtune_adaptive.cli import status
-from torchtune_adaptive.config.registry import (
-    COMMAND,
-    RECIPES,
-    config_files,
-    file_named,
-    recipe_files,
-    supported_configs,
-)
+from torchtune_adaptive.config.registry import RECIPES, RUN, config_files, file_named, recipe_files, supported_configs
 from torchtune_adaptive.config.remedies import KEYS
 from torchtune_adaptive.dependencies import RECIPES_EXTRA
 from torchtune_adaptive.errors import AdaptiveError, ConfigError
@@ -67,7 +60,7 @@ def cp(options: argparse.Namespace) -> int:
     text, command = source.read_text(encoding="utf-8"), f"tune run {destination} --config ..."
     if source.suffix != ".py":
         text = independent_copy(text, destination)
-        command = found[0] if (found := COMMAND.search(text)) else f"tune run RECIPE --config {destination}"
+        command = found[0] if (found := RUN.search(text)) else f"tune run RECIPE --config {destination}"
     try:
         replace_file(destination.resolve(), text.encode())  # follow a symbolic link
     except OSError as error:
@@ -86,7 +79,7 @@ def add_cp_arguments(parser: argparse.ArgumentParser) -> None:
 def independent_copy(text: str, destination: Path) -> str:
     """Return the text of a config with its own output_dir and command, without demo settings."""
     recipe_for = {recipe.stock_name: name for name, recipe in RECIPES.items()}
-    text = COMMAND.sub(lambda found: f"{found[1]}{recipe_for.get(found[2], found[2])} --config {destination}", text)
+    text = RUN.sub(lambda found: f"{found[1]}{recipe_for.get(found[2], found[2])} --config {destination}", text)
     text = re.sub(r"^(# Made by .*|.*# only in the demo\b.*)\n", "", text, flags=re.MULTILINE)
     folder = re.compile(r"^(output_dir: \S*/)[^\s/]+", re.MULTILINE)
     return folder.sub(lambda found: f"{found[1]}{destination.stem}", text)

@@ -40,7 +40,11 @@ def run(options: argparse.Namespace) -> int:
 
 def condition_of(directory: Path) -> tuple[Condition, list[str]]:
     """Return the condition of a run and the lines to print."""
-    run, active, found = run_state.read_record(directory), lock_holder(directory), find_checkpoints(directory)
+    run, active = run_state.read_record(directory), lock_holder(directory)
+    try:
+        found = find_checkpoints(directory)
+    except OSError as error:
+        return Condition.BROKEN, [f"{directory} cannot be read: {error.strerror or error}"]
     if run is None and not found:
         return Condition.BROKEN, [f"{directory} {'contains no run' if os.path.isdir(directory) else 'is not a folder'}"]
     condition, reason = _decide(run, active, found)

@@ -19,7 +19,7 @@ from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.formatting import did_you_mean
 
 PREFIX = "adaptive/"
-COMMAND = re.compile(r"^(#.*\btune run\b.*?)(\w+) --config \S+", re.MULTILINE)
+RUN = re.compile(r"^(#.*\btune run\b.*?)(\w+) --config \S+", re.MULTILINE)
 """Finds the `tune run` command in the comments of a config, and the recipe in it."""
 
 
@@ -52,7 +52,7 @@ def our_configs() -> list[NamedConfig]:
     root = Path(str(resources.files("torchtune_adaptive.configs")))
     configs = []
     for path in sorted(root.rglob("*.yaml")):
-        command = COMMAND.search(path.read_text(encoding="utf-8", errors="replace"))
+        command = RUN.search(path.read_text(encoding="utf-8", errors="replace"))
         name = PREFIX + path.relative_to(root).with_suffix("").as_posix()
         configs.append(NamedConfig(command[2] if command else "", name, path))
     return configs

@@ -25,7 +25,6 @@ from torchtune_adaptive.errors import OneRowDoesNotFitError
 # The probes after the first one: divisor of the longest length, share of the proven rows, whether it is held out.
 _PADDED = ((1, 1.0, False), (4, 1.0, False), (16, 1.0, False), (16, 0.25, False), (2, 0.5, True), (8, 0.9, True))
 _CONCATENATED = ((1, 1.0, False), (4, 0.8, False), (64, 0.25, False), (64, 1.0, False), (2, 0.5, True), (8, 0.8, True))
-MOST_POINTS = 1 + len(_PADDED)
 MOST_CHECKS = 6
 """Maximum number of checks: probes with more rows than are proven to fit. `restricted_profile` may add one."""
 

@@ -278,8 +278,10 @@ def candidates(samples: Sequence[Any]) -> tuple[list[RawSample], RawSample]:
     of_classes = {each.label: each for each in reversed(shortest)}
     most = min(max(from_all_ranks(len(of_classes))), MOST_CLASSES)
     firsts = islice(cycle(of_classes.values()), most)
-    few = (each if "input_ids" in each.features else each.shortened(CHECKED_TOKENS // 2) for each in firsts)
-    return [each.with_targets(few=True) for each in few], others[0].with_targets()
+    few = ((each, each.with_targets(few=True)) for each in firsts)
+    # a pair of answers has no labels of which some could be ignored
+    shorter = [each.shortened(CHECKED_TOKENS // 2) if marked is each else marked for each, marked in few]
+    return shorter, others[0].with_targets()
 
 
 def random_state() -> object:

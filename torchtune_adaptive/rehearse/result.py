@@ -179,9 +179,9 @@ class RehearsalResult:
         ranks = ranks or {0: next((path for path in records if path.is_file()), folder / "0")}
         if (compared := folder / COMPARED).exists():
             about |= json.loads(compared.read_text())
-        elif len(ranks) > 1:  # the process that compares them has failed
-            about["status"] = about.get("status") or 1
         results = [cls.read(path, **{"ranks": len(ranks), "rank": rank, **about}) for rank, path in ranks.items()]
+        if len(ranks) > 1 and not compared.exists():  # the process that compares the ranks has failed
+            results = [replace(each, status=each.status or 1) for each in results]
         peaks = sorted(({"rank": each.rank, **each.run_peaks} for each in results), key=itemgetter("rank"))
         failed = [each for each in results if each.out_of_memory]
         failed = failed or [each for each in results if each.end.get("error") or not each.end]

@@ -27,8 +27,6 @@ SCORE_POLICY, SCORE_REFERENCE = "policy log-probabilities", "reference log-proba
 FIND_VALUES = "values"
 FORWARD = (FIND_REWARDS, SCORE_POLICY, SCORE_REFERENCE, FIND_VALUES)
 TRAIN_VALUE, TRAIN_POLICY = "train value", "train policy"
-STAGES = (GENERATE, *FORWARD, TRAIN_VALUE, TRAIN_POLICY)
-"""All stages of an iteration of PPO, in order."""
 
 
 @dataclass(frozen=True)

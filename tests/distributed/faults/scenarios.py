@@ -26,7 +26,7 @@ from tests.distributed.faults.meshes import (
     tripled,
 )
 from tests.distributed.models import ModelConfig
-from torchtune_adaptive.rl.stages import STAGES
+from tests.recipes.ppo.rollouts import STAGES
 from torchtune_adaptive.tune.preference import POLICY, REFERENCE
 
 

@@ -14,7 +14,10 @@ from torchtune import generation
 
 from tests.recipes.running import STOCK, config_in, stock_on_cpu
 from torchtune_adaptive.demo.tokenizer import SPECIAL_TOKENS
+from torchtune_adaptive.rl.stages import FORWARD, GENERATE, TRAIN_POLICY, TRAIN_VALUE
 
+STAGES = (GENERATE, *FORWARD, TRAIN_VALUE, TRAIN_POLICY)
+"""All stages of an iteration of PPO, in order."""
 NEW = 6
 STOP = SPECIAL_TOKENS["<|eos|>"]
 TINY = (

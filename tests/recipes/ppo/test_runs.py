@@ -9,11 +9,11 @@ import torch
 from tests.fault_injection import FaultInjector
 from tests.ranks import RankFailed, run_on_ranks
 from tests.recipes.comparisons import Group, Run, Runs, assert_equals_its_reference, compared, runs_in
-from tests.recipes.ppo.rollouts import give_answers, ppo_config
+from tests.recipes.ppo.rollouts import STAGES, give_answers, ppo_config
 from tests.recipes.running import run_as_command, run_ours
-from torchtune_adaptive.engine.length_profile import MOST_POINTS
+from torchtune_adaptive.engine.length_profile import _PADDED
 from torchtune_adaptive.rl.ppo import VALUE_FOLDER
-from torchtune_adaptive.rl.stages import FORWARD, STAGES, TRAIN_POLICY, TRAIN_VALUE
+from torchtune_adaptive.rl.stages import FORWARD, TRAIN_POLICY, TRAIN_VALUE
 
 
 def fail_in_every_stage(recipe: Any) -> None:
@@ -190,7 +190,7 @@ def test_each_stage_is_measured_over_lengths_without_failures(runs: Runs) -> Non
     for event in found.values():
         points = event["result"]["points"]
         # only the last points, which the surfaces allow, may run out of memory
-        assert all(point["peak"]["fits"] for point in points[: MOST_POINTS - 1])
+        assert all(point["peak"]["fits"] for point in points[: len(_PADDED)])
         assert points[0]["length"] == LONGEST_PROMPT + NEW
 
 

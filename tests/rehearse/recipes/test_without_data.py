@@ -20,7 +20,7 @@ from torchtune_adaptive.config.stand_ins import with_stand_ins
 from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.rehearse import rehearse
 from torchtune_adaptive.rehearse.gpus import Gpu
-from torchtune_adaptive.rehearse.result import RehearsalResult
+from torchtune_adaptive.rehearse.result import COMPARED, RehearsalResult
 from torchtune_adaptive.rehearse.sweep import compare
 
 GIB = 2**30
@@ -96,6 +96,17 @@ def test_searches_and_error_of_the_recipe_are_read_from_the_record(tmp_path: Pat
     assert found.most_rows == 8
     fits = RehearsalResult(usable_bytes=GIB, overhead_bytes=0, rank=0, ranks=1, status=0, searches=found.searches)
     assert "batch search · linear" in fits.as_text().split("\n\n")
+
+
+def test_ranks_that_were_not_compared_have_no_answer(tmp_path: Path) -> None:
+    step = {"step": 1, "allocated_bytes": 1, "reserved_bytes": 1, "flushes": 0}
+    for rank in "0", "1":
+        records = [{"kind": "step", **step}, {"kind": "end", **step}, {"kind": "process", "status": 0}]
+        (tmp_path / rank).write_text("\n".join(map(json.dumps, records)))
+    about: dict[str, Any] = {"usable_bytes": GIB, "overhead_bytes": 0, "status": 0}
+    assert RehearsalResult.read_ranks(tmp_path, **about).fits is None
+    (tmp_path / COMPARED).write_text("{}")
+    assert RehearsalResult.read_ranks(tmp_path, **about).fits
 
 
 def rehearse_and_end_parent(words: list[str], card: Gpu, ranks: int) -> RehearsalResult:

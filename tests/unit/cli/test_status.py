@@ -1,11 +1,13 @@
 """`tune-adaptive status` reports the condition of a run's folder."""
 
 import json
+import os
 import shutil
 import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -100,6 +102,13 @@ def test_folder_without_a_run_is_reported(missing: bool, tmp_path: Path, status:
     code, report = status(tmp_path / "none" if missing else tmp_path)
     assert code == BROKEN
     assert report == (f"{tmp_path / 'none'} is not a folder\n" if missing else f"{tmp_path} contains no run\n")
+
+
+def test_folder_that_cannot_be_listed_is_reported(
+    tmp_path: Path, status: Status, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "listdir", mock.Mock(side_effect=PermissionError(13, "Permission denied")))
+    assert status(tmp_path) == (1, f"{tmp_path} cannot be read: Permission denied\n")
 
 
 def test_running_run_is_reported_as_running(run_folder: Path, status: Status) -> None:

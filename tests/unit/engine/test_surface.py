@@ -8,7 +8,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tests.simulated_memory import always_fits
-from torchtune_adaptive.engine.length_profile import MOST_CHECKS, MOST_POINTS, Profile, SampleLengths, measure_profile
+from torchtune_adaptive.engine.length_profile import _PADDED, MOST_CHECKS, Profile, SampleLengths, measure_profile
 from torchtune_adaptive.engine.limits import UNBOUNDED_ROWS, Limit, Surface, fit_surface, raised_above
 from torchtune_adaptive.engine.search import Budget, Peak, one_row_error
 from torchtune_adaptive.errors import OneRowDoesNotFitError
@@ -126,7 +126,7 @@ def test_growth_hidden_at_small_sizes_does_not_run_out_of_memory_in_training(
     profile = device.profile(28, most_rows, **grows)
     rows = min(most_rows, profile.limit.rows_at(length))
     assert device.need(rows, length) <= device.budget_bytes
-    assert len(profile.points) <= MOST_POINTS + MOST_CHECKS + 1
+    assert len(profile.points) <= 1 + len(_PADDED) + MOST_CHECKS + 1
     assert rows >= 1
     # a knee leaves few lengths to measure, and much of the budget free where those were missed
     assert grows or rows >= 0.9 * most_rows or device.need(3 * rows, length) >= 0.9 * device.budget_bytes
