@@ -46,8 +46,8 @@ _LIMITS: dict[str, Callable[..., tuple[int, int] | None]] = {
     ),
     "randperm": lambda size, **_: (0, size),
     "multinomial": lambda weights, *_, **__: (0, weights.shape[-1]),
-    "argsort": lambda tensor, dim=-1, *_, **__: (0, tensor.shape[dim] if tensor.ndim else 1),
-    "argmax": lambda tensor, dim=None, *_, **__: (0, tensor.numel() if dim is None else tensor.shape[dim]),
+    "argsort": lambda x, dim=-1, *_, **__: (0, x.shape[dim] if x.ndim else 1),
+    "argmax": lambda x, dim=None, *_, **__: (0, x.numel() if dim is None or not x.ndim else x.shape[dim]),
     "sum": lambda tensor, *_, **__: (0, tensor.numel() + 1) if tensor.dtype is torch.bool else None,
 }
 """Functions that return integers, and the limits of these for their arguments."""
