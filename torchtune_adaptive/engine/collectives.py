@@ -171,7 +171,7 @@ class CollectiveLedger:
         # State of the current step and stage:
         self._record = CollectiveRecord(trained=())
         self._owned = self._roots
-        self._groups: list[Any] = []
+        self._groups: dict[Any, None] = {}  # the owned groups in order, with a fast lookup
         self._replicated: list[FSDPModule] = []
         self._reducing_once: list[FSDPModule] = []
         self._microbatches = 0
@@ -227,7 +227,7 @@ class CollectiveLedger:
         if self._counts:
             self._message_counters = [counter for _, counter in message_counters()]
         self._owned = [root for root in self._roots if root in models]
-        self._groups = [group for root in self._owned for group in self._groups_of[root]]
+        self._groups = {group: None for root in self._owned for group in self._groups_of[root]}
         self._replicated = [root for root in self._owned if root in self._with_replicas]
         self._reducing_once = self._owned if reduce_once and microbatches > 1 else []
         for root in self._owned:

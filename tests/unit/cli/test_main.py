@@ -61,7 +61,7 @@ def test_cp_makes_a_file_that_runs_with_the_printed_command(tmp_path: Path, caps
 
 
 @pytest.mark.parametrize(
-    "name", ["adaptive/demo/full", "adaptive/demo/dpo", "llama3_2/1B_full", "mistral/7B_full_ppo_low_memory"]
+    "name", ["adaptive/demo/full", "adaptive/demo/dpo", "adaptive/llama3_2/1B_full", "mistral/7B_full_ppo_low_memory"]
 )
 def test_copied_config_is_independent_of_the_original(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
