@@ -211,10 +211,8 @@ def test_failure_of_several_rows_is_not_a_single_row_failure(order: tuple[int, i
 
 
 def test_resumed_governor_waits_according_to_its_own_regrow_after():
-    before = Governor(RowLimit(8), regrow_after=200)
-    before.out_of_memory({0: MicrobatchSize(8, 16)}, step=1)
-    resumed = Governor(RowLimit(8), regrow_after=1)
-    resumed.restore(before.state())
-    change = resumed.completed(2, {})
-    assert change is not None
-    assert change.kind == GROWTH
+    before, resumed = Run(regrow_after=200), Run(regrow_after=1)
+    before.out_of_memory()
+    resumed.governor.restore(before.governor.state())
+    resumed.quiet()
+    assert resumed.kinds == [GROWTH]

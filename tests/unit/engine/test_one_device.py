@@ -247,13 +247,6 @@ OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {
 }
 
 
-def with_negative_zeros(trained: Trained) -> Trained:
-    with torch.no_grad():
-        for parameter in trained.model.parameters():
-            parameter.view(-1)[::3] = -0.0
-    return trained
-
-
 def state_tensors(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     return [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
 
@@ -263,7 +256,9 @@ def state_tensors(optimizer: torch.optim.Optimizer) -> list[Tensor]:
 def test_search_restores_everything_bitwise(kind: str, resumed: bool):
     optimizer, options = OPTIMIZERS[kind]
     with MemoryMeter() as meter:
-        trained = with_negative_zeros(Trained(Shape(), optimizer, options))
+        trained = Trained(Shape(), optimizer, options)
+        for parameter in trained.model.parameters():
+            parameter.data.view(-1)[::3] = -0.0
         if resumed:
             trained.train([2])
         before = state_of(trained)

@@ -145,14 +145,10 @@ def test_resumed_run_continues_from_its_last_size() -> None:
     assert (steady[:2], {plan.microbatch_rows for plan in steady[2:]}) == (whole[:2], {2})
 
 
-def returns_a_bool(epoch: int, current: int) -> int:
-    return True
-
-
 @pytest.mark.parametrize(
     ("function", "fact"),
     [
-        (returns_a_bool, "epoch 0 and batch size 2, returned True"),
+        (lambda *_: True, "epoch 0 and batch size 2, returned True"),
         (lambda epoch, _: -min(epoch, 1), "epoch 2 and batch size 1, returned -1"),
         (lambda epoch, _: "2" if epoch else 0, "epoch 1 and batch size 2, returned '2'"),
         (double_every(0), "epoch 1 and batch size 2, raised ZeroDivisionError"),
