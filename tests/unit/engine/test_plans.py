@@ -108,11 +108,6 @@ def test_limit_grows_back_by_the_rows_it_lost():
         limit = smaller
 
 
-def test_surface_shrinks_its_growing_part_only():
-    limit = SurfaceLimit({"layers": Surface(fixed_bytes=1000, bytes_per_token=1)}, budget_bytes=1400)
-    assert limit.after_oom(4, 100) == SurfaceLimit(limit.surfaces, budget_bytes=1300)
-
-
 @given(limits)
 def test_longest_row_is_the_last_that_fits(limit: Limit):
     longest = longest_row(limit, at_most=10_000)
