@@ -132,11 +132,6 @@ def numbers(plan: Plan) -> list[int]:
     return [index for microbatch in plan for index in microbatch]
 
 
-def within(plan: Plan, lengths: list[int], limit: Limit, *, padded: bool) -> bool:
-    """Check the limit, except for single samples, which cannot be made smaller."""
-    return all(limit.fits(*size_of(rows, lengths, padded=padded)) for rows in plan if len(rows) > 1)
-
-
 @given(lengths_of_a_step, st.integers(1, 70))
 def test_row_microbatches_equal_stock_for_any_lengths(lengths: list[int], rows: int):
     stock = range(0, len(lengths), rows)
@@ -160,7 +155,8 @@ def test_every_sample_runs_once_within_the_limit_after_spreading(
     assert len(spread_out) == len(plan) + more
     for each in (plan, spread_out):
         assert sorted(numbers(each)) == list(range(len(lengths)))
-        assert within(each, lengths, limit, padded=padded)
+        # single samples cannot be made smaller
+        assert all(limit.fits(*size_of(rows, lengths, padded=padded)) for rows in each if len(rows) > 1)
     assert all(spread_out) or all(len(microbatch) <= 1 for microbatch in spread_out), (
         "empty where others are not single"
     )
