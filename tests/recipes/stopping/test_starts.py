@@ -1,5 +1,5 @@
-"""What the start of a run checks: another run in its folder, a disk that ranks do not share, and generated weights; and
-resuming on another number of ranks. tests/recipes/long/test_crash.py resumes on the same ranks.
+"""What the start of a run checks: another run in its folder, and a disk that ranks do not share; and resuming on another
+number of ranks. tests/recipes/long/test_crash.py resumes on the same ranks.
 """
 
 import json
@@ -40,15 +40,6 @@ def test_second_run_in_a_folder_names_the_first_and_changes_no_file(tmp_path: Pa
     ended = run_as_command(2, "full", tmp_path / "run", *RUN)
     assert [each.status for each in ended] == [0, 0]
     assert condition_of(out)[0] is Condition.FINISHED
-
-
-def test_run_resumes_with_the_frozen_weights_generated_by_its_first_start(tmp_path: Path) -> None:
-    assert not (tmp_path / "weights").exists()
-    for epochs in (1, 2):
-        overrides = (*RUN, "resume_from_checkpoint=auto", f"epochs={epochs}")
-        [ended] = run_as_command(1, "lora", tmp_path / "run", *overrides)
-        assert ended.status == 0, ended.output
-    assert (tmp_path / "run" / "out" / "epoch_1").is_dir()
 
 
 def start_on_a_separate_disk(folder: Path) -> str:
