@@ -132,14 +132,10 @@ def train_until(recipe: Any, runner: Any, stop_before: int | None) -> None:
         assert stop_before is None
 
 
-def start_in_process(kind: str, *arguments: str, train: bool = False) -> None:
-    """Start our recipe as the command line does, on one rank, in this process. Without `train`, stop after setup."""
+def start_in_process(kind: str, *arguments: str) -> None:
+    """Start our recipe as the command line does, on one rank, in this process, and stop after setup."""
     try:
-        recipe = load_ours(kind)(read_config(*config_and_overrides(arguments)))
-        recipe.setup()
-        if train:
-            recipe.train()
-            recipe.cleanup()
+        load_ours(kind)(read_config(*config_and_overrides(arguments))).setup()
     finally:
         distributed.leave()
 
@@ -192,10 +188,6 @@ def run_stock(kind: str, cfg: DictConfig) -> None:
         recipe.cleanup()
 
 
-def join_with_gloo(join: Callable[[str], None], _: str) -> None:
-    join("gloo")
-
-
 def reduce_without_graph(reduce: Callable[..., Any], tensor: torch.Tensor, *args: Any, **options: Any) -> Any:
     """For averages, gloo divides in another thread and corrupts the heap if the tensor has a graph, for example the
     loss of the DPO recipe.
@@ -211,12 +203,13 @@ def reduce_without_graph(reduce: Callable[..., Any], tensor: torch.Tensor, *args
 @contextmanager
 def stock_on_cpu() -> Iterator[None]:
     """Replace calls that exist only on accelerators."""
+    join = dist.init_process_group
     with (
         mock.patch("torchtune.training.get_memory_stats", return_value={}),
         mock.patch("torchtune.training.log_memory_stats"),
         mock.patch("torchtune.training.cleanup_before_training"),
         # for asynchronous checkpoints it requests gloo in addition to the device's backend, which is gloo here
-        mock.patch("torch.distributed.init_process_group", partial(join_with_gloo, dist.init_process_group)),
+        mock.patch("torch.distributed.init_process_group", lambda _: join("gloo")),
         mock.patch("torch.distributed.all_reduce", partial(reduce_without_graph, dist.all_reduce)),
     ):
         yield
