@@ -188,6 +188,10 @@ def run_stock(kind: str, cfg: DictConfig) -> None:
         recipe.cleanup()
 
 
+def join_with_gloo(join: Callable[[str], None], _: str) -> None:
+    join("gloo")
+
+
 def reduce_without_graph(reduce: Callable[..., Any], tensor: torch.Tensor, *args: Any, **options: Any) -> Any:
     """For averages, gloo divides in another thread and corrupts the heap if the tensor has a graph, for example the
     loss of the DPO recipe.
@@ -203,13 +207,12 @@ def reduce_without_graph(reduce: Callable[..., Any], tensor: torch.Tensor, *args
 @contextmanager
 def stock_on_cpu() -> Iterator[None]:
     """Replace calls that exist only on accelerators."""
-    join = dist.init_process_group
     with (
         mock.patch("torchtune.training.get_memory_stats", return_value={}),
         mock.patch("torchtune.training.log_memory_stats"),
         mock.patch("torchtune.training.cleanup_before_training"),
         # for asynchronous checkpoints it requests gloo in addition to the device's backend, which is gloo here
-        mock.patch("torch.distributed.init_process_group", lambda _: join("gloo")),
+        mock.patch("torch.distributed.init_process_group", partial(join_with_gloo, dist.init_process_group)),
         mock.patch("torch.distributed.all_reduce", partial(reduce_without_graph, dist.all_reduce)),
     ):
         yield

@@ -1,5 +1,5 @@
-"""What the start of a run checks: another run in its folder, and a disk that ranks do not share; and resuming on another
-number of ranks. tests/recipes/long/test_crash.py resumes on the same ranks.
+"""What the start of a run checks: another run in its folder, and a disk that ranks do not share; and resuming on
+another number of ranks. tests/recipes/long/test_crash.py resumes on the same ranks.
 """
 
 import json
