@@ -63,24 +63,20 @@ NUMBERED = (
 )
 
 
-def noting_numbers(path: Path, recipe: Any) -> None:
-    """From here on, record the samples of each step of this rank."""
+def train_numbered(folder: Path, stop_before: int | None, options: Sequence[str]) -> None:
+    """Collective: train, with a file of sample numbers for each rank."""
+    recipe = load_ours("full")(demo_config("full", folder, *NUMBERED, *options))
+    recipe.setup()
+    path = folder / f"numbers-{os.environ['WORLD_SIZE']}-{os.environ['RANK']}.jsonl"
     run = recipe.runner.run
 
-    def noting(samples: Sequence[Any], *, step: int, **options: Any) -> Any:
-        result = run(samples, step=step, **options)
+    def noting(samples: Sequence[Any], *, step: int, **others: Any) -> Any:
+        result = run(samples, step=step, **others)
         with path.open("a", encoding="utf-8") as file:
             file.write(json.dumps([step, [number_of(sample) for sample in samples]]) + "\n")
         return result
 
     recipe.runner.run = noting
-
-
-def train_numbered(folder: Path, stop_before: int | None, options: Sequence[str]) -> None:
-    """Collective: train, with a file of sample numbers for each rank."""
-    recipe = load_ours("full")(demo_config("full", folder, *NUMBERED, *options))
-    recipe.setup()
-    noting_numbers(folder / f"numbers-{os.environ['WORLD_SIZE']}-{os.environ['RANK']}.jsonl", recipe)
     train_until(recipe, recipe.runner, stop_before)
 
 
