@@ -34,17 +34,19 @@ def run_program(folder: Path, *words: str, **variables: str) -> subprocess.Compl
 
 @pytest.fixture
 def rehearse(tmp_path: Path) -> Rehearse:
-    """Return `rehearse(script, *options, command=[...])`, which saves the script as train.py and rehearses it."""
+    """Return `rehearse(script, *options, command=[...])`, which saves the script as train.py, rehearses it and, with
+    `status=...`, checks the status."""
     skip_without_null_device()
 
     def run(
         script: str, *options: str, command: tuple[str, ...] = ("train.py",), json_format: bool = True,
-        variables: Mapping[str, str] | None = None,
+        variables: Mapping[str, str] | None = None, status: int | None = None,
     ) -> Answer:  # fmt: skip
         (tmp_path / "train.py").write_text(dedent(script))
         as_json = ("--format", "json") if json_format else ()
         words = ("tune-adaptive", "rehearse", *options, *as_json, "--", *command)
         answer = run_program(tmp_path, *words, **(variables or {}))
+        assert status is None or answer.returncode == status, answer.stderr
         found = json.loads(answer.stdout) if json_format and answer.stdout else answer.stdout
         return Answer(answer.returncode, found, answer.stderr)
 

@@ -247,8 +247,7 @@ def test_script_that_raises_another_error_after_oom_does_not_fit(rehearse: Rehea
     )
     assert answer.status == 2
     assert "failed in step 2 at train.py:9: KeyError: 'another'" in answer.found["verdict"]
-    answer = rehearse(script.replace("CAUSE", "from None"))
-    assert answer.status == 2
+    answer = rehearse(script.replace("CAUSE", "from None"), status=2)
     assert answer.found["verdict"].endswith("training has failed; it ran out of memory before (see below)")
 
 
@@ -314,8 +313,7 @@ def test_scalar_tensors_in_nested_lists_become_tensors(rehearse: Rehearse) -> No
         assert torch.tensor([one, two]).tolist() == [1.0, 2.0]
         assert torch.as_tensor(([one], (two,)), device="cuda").shape == (2, 1)
     """
-    answer = rehearse(script, json_format=False)
-    assert answer.status == 0, answer.printed
+    rehearse(script, json_format=False, status=0)
 
 
 def test_nvml_reports_the_card(rehearse: Rehearse) -> None:
@@ -329,8 +327,7 @@ def test_nvml_reports_the_card(rehearse: Rehearse) -> None:
         free, total = torch.cuda.mem_get_info()
         assert list(memory) == [total, free, total - free]
     """
-    answer = rehearse(script, json_format=False)
-    assert answer.status == 0, answer.printed
+    rehearse(script, json_format=False, status=0)
 
 
 @pytest.mark.smoke
@@ -339,8 +336,7 @@ def test_recipe_that_recovers_fits_and_its_errors_are_counted(rehearse: Rehearse
     config = ("--config", "adaptive/demo/full", "device=cuda", "adaptive.memory_limit=null", "max_steps_per_epoch=6")
     asked = ("use_maximum_batch_size=False", "batch_size=4", "gradient_accumulation_steps=1", "seed=1")
     sizes = ("--memory", "54MiB", "--memory-overhead", "0")
-    answer = rehearse("", *sizes, command=(*recipe, *config, *asked))
-    assert answer.status == 0, answer.printed
+    answer = rehearse("", *sizes, command=(*recipe, *config, *asked), status=0)
     assert len(answer.found["caught"]) > 0
     assert "recovered from" in answer.found["verdict"]
     assert len(answer.found["steps"]) == 10
@@ -451,8 +447,7 @@ def test_script_that_reads_the_memory_of_its_card_is_rehearsed_on_each(size: str
 
 def test_limit_that_the_script_has_set_is_the_one_in_the_verdict(rehearse: Rehearse) -> None:
     limited = "    torch.cuda.set_per_process_memory_fraction(0.25)\n    torch.empty(2**35, device='cuda')\n"
-    answer = rehearse(ONE_STEP + limited, "--memory", "41.3GiB")
-    assert answer.status == 1
+    answer = rehearse(ONE_STEP + limited, "--memory", "41.3GiB", status=1)
     assert "of the script's limit of 10.0 GiB" in answer.found["verdict"]
 
 
@@ -499,8 +494,7 @@ def test_error_drawn_in_a_box_is_shown_as_text(end: str, shown: str, rehearse: R
     torch.ones(1, device="cuda")
     {end}
     """
-    answer = rehearse(script)
-    assert answer.status == 2
+    answer = rehearse(script, status=2)
     assert answer.found["verdict"] == f"no answer: the script failed in step 1 at {shown}"
 
 
@@ -570,8 +564,7 @@ def test_host_values_are_read_and_values_computed_on_the_card_are_guessed_and_re
         optimizer.load_state_dict(torch.load("state.pt", map_location="cuda"))
         optimizer.step()
     """
-    answer = rehearse(script)
-    assert answer.status == 0, answer.printed
+    answer = rehearse(script, status=0)
     assert sorted(_lines(answer.found["places_read"])) == _marked(script)
 
 
@@ -605,8 +598,7 @@ def test_values_changed_or_made_unique_on_the_card_are_guessed(rehearse: Rehears
             kept.logical_not_()
             kept.nonzero()  # guessed
     """
-    answer = rehearse(dedent(script) + dedent(ONE_STEP))
-    assert answer.status == 0, answer.printed
+    answer = rehearse(dedent(script) + dedent(ONE_STEP), status=0)
     assert answer.printed.startswith("10\n[5, 9] 9\n")
     assert _lines(answer.found["places_read"]) == _marked(script)
 
@@ -762,8 +754,7 @@ def test_counts_and_comparisons_of_host_values_are_known(rehearse: Rehearse) -> 
             range(lengths.max().item())  # guessed
             nested_numpify(lengths)  # as Trainer does, to compute metrics
     """
-    answer = rehearse(dedent(script) + dedent(ONE_STEP))
-    assert answer.status == 0, answer.printed
+    answer = rehearse(dedent(script) + dedent(ONE_STEP), status=0)
     assert _lines(answer.found["places_read"]) == _marked(script)
 
 
@@ -804,8 +795,7 @@ def test_arithmetic_on_integers_of_the_host_gives_sizes_and_masks(rehearse: Rehe
         images = torch.zeros(64, device="cuda", requires_grad=True)
         hidden.masked_scatter(hidden > 0, images).sum().backward()  # guessed
     """
-    answer = rehearse(dedent(script) + dedent(ONE_STEP))
-    assert answer.status == 0, answer.printed
+    answer = rehearse(dedent(script) + dedent(ONE_STEP), status=0)
     assert _lines(answer.found["places_read"]) == _marked(script)
 
 
@@ -836,8 +826,7 @@ CHILDREN = """
 def test_process_that_uses_a_gpu_and_cannot_be_followed_ends_the_rehearsal(
     rehearse: Rehearse, words: tuple[str, ...], remedy: str
 ) -> None:
-    answer = rehearse(CHILDREN, command=("train.py", *words))
-    assert answer.status == 2
+    answer = rehearse(CHILDREN, command=("train.py", *words), status=2)
     assert answer.found["verdict"].startswith(
         "no answer: the script starts processes that use a GPU, which a rehearsal"
     )
@@ -912,8 +901,7 @@ DEVICE_MAP = """
 def test_each_device_of_one_process_has_its_peaks(rehearse: Rehearse, script: str, mib: tuple[int, int]) -> None:
     if script is DEVICE_MAP:
         pytest.importorskip("accelerate")
-    answer = rehearse(script, "--devices", "2")
-    assert answer.status == 0, answer.printed
+    answer = rehearse(script, "--devices", "2", status=0)
     first, second = answer.found["after_last_step"]["devices"]
     assert (first["device"], second["device"]) == (0, 1)
     least = min(first["allocated_bytes"] / mib[0], second["allocated_bytes"] / mib[1])
@@ -1084,8 +1072,7 @@ def test_signal_ends_background_jobs_and_processes_that_ignore_it(
 ) -> None:
     monkeypatch.setattr("subprocess.run", partial(subprocess.run, preexec_fn=_ignore_interrupts))
     for words in (), ("deaf",), ("saves",):
-        answer = rehearse(ENDS_LATE, command=("train.py", *words))
-        assert answer.status == 2
+        answer = rehearse(ENDS_LATE, command=("train.py", *words), status=2)
         at = "" if words == ("deaf",) else r" at train\.py:\d+"
         before = r"; before that, 0\.05 of 77\.8 GiB reserved at most \(step 1\)"
         assert re.fullmatch(f"no answer: interrupted in step 3{at}{before}", answer.found["verdict"])
@@ -1111,14 +1098,12 @@ def test_unwritable_report_is_an_error(rehearse: Rehearse, monkeypatch: pytest.M
     with Path("/dev/full").open("w") as full:
         to_full = {"capture_output": False, "stdout": full, "stderr": subprocess.PIPE}
         monkeypatch.setattr("subprocess.run", lambda *args, **kwargs: run(*args, **kwargs | to_full))
-        answer = rehearse(ONE_STEP)
-    assert answer.status == 2
+        answer = rehearse(ONE_STEP, status=2)
     assert answer.printed.splitlines()[-1].startswith("error: stdout: No space left on device")
 
 
 def test_rehearsal_ends_after_the_requested_steps(rehearse: Rehearse) -> None:
-    answer = rehearse(TRAINS, "--steps", "2", command=("train.py", "8", "8", "8"), json_format=False)
-    assert answer.status == 0
+    answer = rehearse(TRAINS, "--steps", "2", command=("train.py", "8", "8", "8"), json_format=False, status=0)
     assert "in the first 2 steps" in answer.found.splitlines()[0]
     assert answer.printed.count("[8,") == 1  # the second step ends after its optimizer step
 
@@ -1139,8 +1124,7 @@ def test_trainer_with_the_mixin_reports_its_search_or_its_recoveries(rehearse: R
         adaptive = AdaptiveArguments(use_maximum_batch_size={searched})
         AdaptiveTrainer(model, arguments, train_dataset=dataset, adaptive=adaptive).train()
     """
-    answer = rehearse(script, "--ranks", "8", "--memory", "2GiB", "--memory-overhead", "0")
-    assert answer.status == 0, answer.printed
+    answer = rehearse(script, "--ranks", "8", "--memory", "2GiB", "--memory-overhead", "0", status=0)
     assert ("batch search" in answer.printed) == searched
     assert [error["step"] for error in answer.found["caught"]] == [] if searched else [1, 1]
     assert len(answer.found["steps"]) == 2

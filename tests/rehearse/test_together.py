@@ -187,8 +187,7 @@ def test_ranks_of_a_recipe_recover_together(rehearse: Rehearse) -> None:
     keys = ("device=cuda", "adaptive.memory_limit=null", "max_steps_per_epoch=6", "use_maximum_batch_size=False")
     sizes = ("batch_size=4", "gradient_accumulation_steps=1", "seed=1")
     memory = ("--memory", "54MiB", "--memory-overhead", "0")
-    answer = rehearse("", "--together", "--ranks", "2", *memory, command=(*recipe, *keys, *sizes))
-    assert answer.status == 0, answer.printed
+    answer = rehearse("", "--together", "--ranks", "2", *memory, command=(*recipe, *keys, *sizes), status=0)
     assert "out of memory on rank" in answer.printed
     assert len(answer.found["rank_peaks"]) == 2
     without_data = rehearse("", "--together", "--ranks", "2", "--without-data", command=(*recipe, *keys, *sizes))
