@@ -20,7 +20,6 @@ from tests.null.processes import skip_without_null_device
 from tests.pages.test_documents import files_of
 from tests.rehearse.conftest import Rehearse, run_program
 from tests.rehearse.test_rehearse import TRAINS, WEIGHTS
-from torchtune_adaptive.cli.main import main
 from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.rehearse import cases, interface
 from torchtune_adaptive.rehearse.result import RehearsalResult
@@ -255,20 +254,6 @@ def test_update_of_peaks_without_an_expectation_names_it(tmp_path: Path) -> None
     (tmp_path / "fits.toml").write_text("[[case]]\ncommand = 'a.py'\n")
     ended = run_program(tmp_path, "tune-adaptive", "rehearse", "--cases", "fits.toml", "--update-peaks")
     assert (ended.returncode, "no case of fits.toml has growth_percent" in ended.stderr) == (2, True), ended.stderr
-
-
-def test_file_of_cases_excludes_a_command_and_options_of_one(tmp_path: Path) -> None:
-    (tmp_path / "fits.toml").write_text("[[case]]\ncommand = 'a.py'\n")
-    for words, name in (("--gpu", "4090"), "gpu"), (("--", "train.py"), "the command"):
-        ended = run_program(tmp_path, "tune-adaptive", "rehearse", "--cases", "fits.toml", *words)
-        assert (ended.returncode, f"--cases reads {name} from its file" in ended.stderr) == (2, True)
-
-
-@pytest.mark.parametrize("words", [("--jobs", "2"), ("--update-peaks",)])
-def test_option_of_cases_needs_a_file_of_cases(words: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        main(["rehearse", *words, "--", __file__])
-    assert f"{words[0]} needs --cases" in capsys.readouterr().err
 
 
 TESTS = """

@@ -518,6 +518,10 @@ def test_error_drawn_in_a_box_is_shown_as_text(end: str, shown: str, rehearse: R
         ({}, ("--fixed", "12=512"), "argument --fixed: 12=512 is not a line and a number, as in train.py:12=512"),
         ({}, ("--", "deepspeed", "--num_gpus", "8", "train.py"), "cannot be followed: rehearse train.py "),
         ({}, ("--without-data",), "--without-data needs a recipe"),
+        ({}, ("--jobs", "2"), "--jobs needs --cases"),
+        ({}, ("--update-peaks",), "--update-peaks needs --cases"),
+        ({}, ("--cases", "fits.toml", "--gpu", "4090"), "--cases reads gpu from its file"),
+        ({}, ("--cases", "fits.toml"), "--cases reads the command from its file"),
     ],
 )
 def test_invalid_options_are_refused_before_the_script_runs(
