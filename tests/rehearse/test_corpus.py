@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 
-from tests.null.processes import skip_without_null_device
 from tests.rehearse.conftest import Rehearse, run_program
 
 CORPUS = Path(__file__).with_name("corpus.py")
@@ -64,14 +63,12 @@ def print_row(name: str) -> None:
     [pytest.param(each, marks=[pytest.mark.smoke] * (each in FAST)) for each in SOURCES if each not in IN_LATER_STEPS],
 )
 def test_too_low_a_peak_has_a_warning_with_its_line(name: str) -> None:
-    skip_without_null_device()
     exact, found = peak_of(rehearse_script(name, KNOWN="1")), rehearse_script(name)
     assert peak_of(found) >= exact or marked_lines(name) & named_lines(found)
 
 
 @pytest.mark.parametrize("name", sorted(IN_LATER_STEPS))
 def test_verdict_says_how_many_steps_it_covers(name: str) -> None:
-    skip_without_null_device()
     found, whole = rehearse_script(name), rehearse_script(name, "--steps", "0")
     assert peak_of(whole) > 1.02 * peak_of(found)
     assert found["verdict"].startswith("fits in the first 10 steps: ")
