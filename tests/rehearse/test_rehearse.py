@@ -330,13 +330,18 @@ def test_nvml_reports_the_card(rehearse: Rehearse) -> None:
     rehearse(script, json_format=False, status=0)
 
 
+RECIPE = (
+    *("tune", "run", "--nproc_per_node", "2", "adaptive_full_finetune_distributed", "--config", "adaptive/demo/full"),
+    *("device=cuda", "adaptive.memory_limit=null", "max_steps_per_epoch=6", "use_maximum_batch_size=False"),
+)
+FOUR_ROWS = ("batch_size=4", "gradient_accumulation_steps=1", "seed=1")
+TOO_LITTLE = ("--memory", "54MiB", "--memory-overhead", "0")
+"""For four rows."""
+
+
 @pytest.mark.smoke
 def test_recipe_that_recovers_fits_and_its_errors_are_counted(rehearse: Rehearse, tmp_path: Path) -> None:
-    recipe = ("tune", "run", "--nproc_per_node", "2", "adaptive_full_finetune_distributed")
-    config = ("--config", "adaptive/demo/full", "device=cuda", "adaptive.memory_limit=null", "max_steps_per_epoch=6")
-    asked = ("use_maximum_batch_size=False", "batch_size=4", "gradient_accumulation_steps=1", "seed=1")
-    sizes = ("--memory", "54MiB", "--memory-overhead", "0")
-    answer = rehearse("", *sizes, command=(*recipe, *config, *asked), status=0)
+    answer = rehearse("", *TOO_LITTLE, command=(*RECIPE, *FOUR_ROWS), status=0)
     assert len(answer.found["caught"]) > 0
     assert "recovered from" in answer.found["verdict"]
     assert len(answer.found["steps"]) == 10
@@ -671,19 +676,45 @@ def test_integers_that_the_user_states_are_read_and_no_longer_guessed(rehearse: 
     assert f"with random values at train.py:{at[0]}: " in text
 
 
-def test_tensors_that_are_printed_or_checked_for_overflow_are_not_reported(rehearse: Rehearse) -> None:
-    script = """
-        import torch
+PRINTED = """
+    import torch
 
-        def has_overflow():  # as in DeepSpeed's ZeRO
-            return bool(torch.randint(2, (1,), dtype=torch.uint8, device="cuda").byte().to("cuda")[0].item())
+    def has_overflow():  # as in DeepSpeed's ZeRO
+        return bool(torch.randint(2, (1,), dtype=torch.uint8, device="cuda").byte().to("cuda")[0].item())
 
-        has_overflow()
-        answers = torch.zeros(64, 10, device="cuda")
-        print(answers, answers.argmax(-1), answers > 0, f"{answers.argmax()} {torch.ones(()).cuda() + 1:.3f}")
-    """
-    answer = rehearse(dedent(script) + dedent(ONE_STEP))
-    assert (answer.status, answer.found["guesses"]) == (0, []), answer.printed
+    has_overflow()
+    answers = torch.zeros(64, 10, device="cuda")
+    print(answers, answers.argmax(-1), answers > 0, f"{answers.argmax()} {torch.ones(()).cuda() + 1:.3f}")
+"""
+DOCUMENT_MASK = """
+    import torch
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    documents = (torch.arange(512) // 100).cuda()
+
+    def same_document(batch, head, query, key):
+        return (query >= key) & (documents[query] == documents[key])
+
+    mask = create_block_mask(same_document, 1, None, 512, 512, device="cuda")
+    assert mask.kv_indices.shape == (1, 1, 4, 4)
+"""
+COMPILED_MASK = """
+    import torch
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    positions = torch.arange(512, device="cuda")
+    create = torch.compile(create_block_mask, fullgraph=True)
+    create(lambda batch, head, query, key: positions[query] >= positions[key], 1, None, 512, 512, device="cuda")
+"""
+"""Dynamo finds out once, in a torch function mode, which function of torch each operator calls."""
+
+
+@pytest.mark.parametrize(
+    "script", [PRINTED, DOCUMENT_MASK, COMPILED_MASK], ids=["printed or checked", "document mask", "compiled mask"]
+)
+def test_values_that_are_known_or_decide_nothing_are_not_reported(rehearse: Rehearse, script: str) -> None:
+    answer = rehearse(dedent(script) + dedent(ONE_STEP), status=0)
+    assert answer.found["guesses"] == []
 
 
 def test_generation_without_known_tokens_ends_at_its_limit(rehearse: Rehearse) -> None:
@@ -835,37 +866,6 @@ def test_process_that_uses_a_gpu_and_cannot_be_followed_ends_the_rehearsal(
         "no answer: the script starts processes that use a GPU, which a rehearsal"
     )
     assert remedy in answer.found["verdict"]
-
-
-def test_document_mask_is_computed_from_host_values(rehearse: Rehearse) -> None:
-    script = """
-        import torch
-        from torch.nn.attention.flex_attention import create_block_mask
-
-        documents = (torch.arange(512) // 100).cuda()
-
-        def same_document(batch, head, query, key):
-            return (query >= key) & (documents[query] == documents[key])
-
-        mask = create_block_mask(same_document, 1, None, 512, 512, device="cuda")
-        assert mask.kv_indices.shape == (1, 1, 4, 4)
-    """
-    answer = rehearse(dedent(script) + dedent(ONE_STEP))
-    assert (answer.status, answer.found["guesses"]) == (0, []), answer.printed
-
-
-def test_mask_that_looks_up_positions_compiles(rehearse: Rehearse) -> None:
-    """Dynamo finds out once, in a torch function mode, which function of torch each operator calls."""
-    script = """
-        import torch
-        from torch.nn.attention.flex_attention import create_block_mask
-
-        positions = torch.arange(512, device="cuda")
-        create = torch.compile(create_block_mask, fullgraph=True)
-        create(lambda batch, head, query, key: positions[query] >= positions[key], 1, None, 512, 512, device="cuda")
-    """
-    answer = rehearse(dedent(script) + dedent(ONE_STEP))
-    assert (answer.status, answer.found["guesses"]) == (0, []), answer.printed
 
 
 MANUAL = """
@@ -1074,18 +1074,14 @@ ENDS_LATE = """
 def test_signal_ends_background_jobs_and_processes_that_ignore_it(
     rehearse: Rehearse, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("subprocess.run", partial(subprocess.run, preexec_fn=_ignore_interrupts))
+    ignore_interrupts = partial(signal.signal, signal.SIGINT, signal.SIG_IGN)  # as a shell does for background jobs
+    monkeypatch.setattr("subprocess.run", partial(subprocess.run, preexec_fn=ignore_interrupts))
     for words in (), ("deaf",), ("saves",):
         answer = rehearse(ENDS_LATE, command=("train.py", *words), status=2)
         at = "" if words == ("deaf",) else r" at train\.py:\d+"
         before = r"; before that, 0\.05 of 77\.8 GiB reserved at most \(step 1\)"
         assert re.fullmatch(f"no answer: interrupted in step 3{at}{before}", answer.found["verdict"])
         assert (len(answer.found["steps"]), answer.found["fits"]) == (2, None)
-
-
-def _ignore_interrupts() -> None:
-    """Ignore SIGINT, as a shell does for background jobs."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def test_torch_that_cannot_be_imported_is_named(rehearse: Rehearse, tmp_path: Path) -> None:
@@ -1143,15 +1139,9 @@ def test_example_has_the_result_shown_on_its_page(rehearse: Rehearse) -> None:
         assert answer.found.splitlines()[0] in page
 
 
-def test_number_of_steps_and_a_missing_launcher_are_reported() -> None:
-    steps = [{"step": at, "allocated_bytes": at * GIB, "reserved_bytes": 9 * GIB, "flushes": 0} for at in range(1, 6)]
-    end = {"allocated_bytes": 0, "reserved_bytes": 0, "flushes": 0, "error": None, "stopped": True, "notes": []}
-    about = {"usable_bytes": 10 * GIB, "overhead_bytes": GIB, "rank": 0, "ranks": 1}
-    first = RehearsalResult(**about, status=0, steps=steps, end=end)
-    assert first.verdict().startswith("fits in the first 5 steps: ")
-    whole = RehearsalResult(**about, status=0, steps=steps, end={**end, "stopped": False})
-    assert whole.verdict().startswith("fits: ")
-    failed = RehearsalResult(**about, status=1, end={**end, "error": "KeyError: 'LOCAL_RANK'"})
+def test_missing_launcher_is_reported() -> None:
+    end = {"allocated_bytes": 0, "reserved_bytes": 0, "flushes": 0, "error": "KeyError: 'LOCAL_RANK'", "notes": []}
+    failed = RehearsalResult(10 * GIB, GIB, rank=0, ranks=1, status=1, end=end)
     assert failed.verdict().endswith("put torchrun before the script)")
 
 
