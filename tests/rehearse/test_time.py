@@ -328,11 +328,7 @@ def test_range_in_braces_is_searched(rehearse: Rehearse) -> None:
 
 
 def test_optimizer_may_be_compiled(rehearse: Rehearse) -> None:
-    script = (
-        LAYERS
-        + "    model.cuda()\n"
-        + TRAINS.replace("optimizer.step()", "torch.compile(optimizer.step, backend='eager')()")
-    )
+    script = PLAIN.replace("optimizer.step()", "torch.compile(optimizer.step, backend='eager')()")
     answer = rehearse(script, status=0)
     assert len(answer.found["steps"]) == 4
 
