@@ -325,6 +325,12 @@ HAND_MADE_PIPELINE = """
 """
 
 
+def test_ranks_that_send_messages_are_rehearsed_together(rehearse: Rehearse) -> None:
+    answer = rehearse(HAND_MADE_PIPELINE, "--ranks", "2", status=0)
+    assert answer.found["rank"] == 1
+    assert len(answer.found["rank_peaks"]) == 2
+
+
 def test_messages_between_too_many_ranks_give_no_answer(rehearse: Rehearse) -> None:
     answer = rehearse(HAND_MADE_PIPELINE, "--ranks", "32", json_format=False, status=2)
     assert "--together" in answer.printed
