@@ -70,12 +70,12 @@ def test_step_that_runs_out_of_memory_is_repeated_with_its_initial_memory(
 
 
 def test_oom_in_gloos_reduce_scatter_is_recovered(on_null: OnNull, tmp_path: Path) -> None:
-    assert on_null(in_a_collective, "full", str(tmp_path / "run"), "reduce_scatter", ranks=2) == [1, 1]
+    assert on_null(in_a_collective, str(tmp_path / "run"), "reduce_scatter", ranks=2) == [1, 1]
 
 
 def test_oom_in_gloos_all_gather_ends_the_run_with_one_correct_message(on_null: OnNull, tmp_path: Path) -> None:
     with pytest.raises(RankFailed, match="an FSDP collective ran out of memory on rank 0 inside gloo") as raised:
-        on_null(in_a_collective, "full", str(tmp_path / "run"), "allgather", ranks=2)
+        on_null(in_a_collective, str(tmp_path / "run"), "allgather", ranks=2)
     assert "besides FSDP" not in str(raised.value)
 
 

@@ -54,8 +54,6 @@ def test_python_returns_what_the_command_prints(
         ({"steps": "3"}, "steps is '3'"),
         ({"rank": 1, "together": True}, "leave out one of them"),
         ({"timeout": 0}, "timeout is 0"),
-        ({"memory": "many"}, "memory: cannot read 'many'"),
-        ({"without_data": True}, "needs a recipe"),
     ],
 )
 def test_invalid_argument_is_an_error_before_the_script_starts(options: dict[str, object], error: str) -> None:
