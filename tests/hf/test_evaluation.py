@@ -7,12 +7,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import pytest
-
-pytest.importorskip("transformers")
-pytest.importorskip("accelerate")
-
 import numpy as np
+import pytest
 import torch
 from transformers import Trainer, set_seed
 from transformers.modeling_layers import GradientCheckpointingLayer

@@ -13,12 +13,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
-import pytest
-
-pytest.importorskip("transformers")
-pytest.importorskip("accelerate")
-
 import numpy as np
+import pytest
 import torch
 from torch.utils.data import IterableDataset
 from transformers import (

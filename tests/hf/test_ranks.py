@@ -9,10 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-pytest.importorskip("transformers")
-pytest.importorskip("accelerate")
-
 import torch
 from transformers import Trainer
 
