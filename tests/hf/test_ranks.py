@@ -16,6 +16,7 @@ from tests.distributed.faults.scenarios import SCENARIOS
 from tests.distributed.faults.sweeps import sweep
 from tests.hf.test_one_process import Stream
 from tests.hf.trainers import (
+    RANKS,
     Counting,
     arguments,
     changing_loss,
@@ -145,11 +146,10 @@ def train_and_fail_in_forward(placement: str, here: Path, numbers: list[int]) ->
     }
 
 
-@pytest.mark.parametrize(("placement", "ranks"), [("one process", 1), ("DDP", 2), ("FSDP2", 2)])
-def test_out_of_memory_error_in_any_forward_pass_does_not_change_training(
-    placement: str, ranks: int, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("placement", RANKS)
+def test_out_of_memory_error_in_any_forward_pass_does_not_change_training(placement: str, tmp_path: Path) -> None:
     every = int(os.environ.get("TORCHTUNE_ADAPTIVE_EVERY", "4"))
+    ranks = RANKS[placement]
     numbers = [*range(1, 25, every)]  # 3 passes of the check, 6 of training and 12 of evaluation, and repeated ones
     found = run_on_ranks(ranks, train_and_fail_in_forward, placement, tmp_path, numbers, in_group=False, timeout_s=300)
     assert found == [found[0]] * ranks
