@@ -137,8 +137,9 @@ def train_and_fail_in_forward(placement: str, here: Path, numbers: list[int]) ->
         use_fsdp2()
 
     def run(adaptive: AdaptiveArguments | None, base: type) -> Any:
-        evaluates = arguments(here, max_steps=3, gradient_accumulation_steps=2, eval_strategy="steps", eval_steps=1)
-        return train(here, adaptive, base=base, eval_dataset=Counting(16), arguments=evaluates)
+        evaluates = {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 4}
+        settings = arguments(here, max_steps=3, gradient_accumulation_steps=2, **evaluates)
+        return train(here, adaptive, base=base, eval_dataset=Counting(16 * RANKS[placement]), arguments=settings)
 
     stock = run(None, Trainer)
     return {
