@@ -204,10 +204,10 @@ def mesh_of(replicas: int = 1) -> DeviceMesh:
     return init_device_mesh(device().type, (replicas, ranks // replicas), mesh_dim_names=("replicate", "shard"))
 
 
-def samples_of(rank: int, count: int, seed: int = 0, longest: int = 8) -> list[Tensor]:
-    """Return token sequences of different lengths, different on every rank."""
-    generator = torch.Generator().manual_seed(1000 * seed + rank)
-    lengths = torch.randint(longest // 2, longest + 1, (count,), generator=generator).tolist()
+def samples_of(rank: int, count: int) -> list[Tensor]:
+    """Return token sequences of 4 to 8 tokens, different on every rank."""
+    generator = torch.Generator().manual_seed(rank)
+    lengths = torch.randint(4, 9, (count,), generator=generator).tolist()
     return [torch.randint(0, VOCABULARY, (length,), generator=generator) for length in lengths]
 
 

@@ -139,13 +139,6 @@ def test_the_plugin_checks_its_section_and_extends_the_trainer_of_another_plugin
         plugin.post_trainer_create(DictDefault(), object.__new__(AxolotlTrainer))
 
 
-def example(framework: str, arguments: str) -> str:
-    """The file that the page tells users of this framework to save, with other arguments of `adaptive`."""
-    text = PAGE.read_text().split(f"**{framework} ")[1].split("```python\n")[1].split("```")[0]
-    assert text.count("use_maximum_batch_size=True") == 1
-    return text.replace("use_maximum_batch_size=True", arguments)
-
-
 def test_llamafactory(tmp_path: Path, model: Path, samples: Path) -> None:
     needs("llamafactory")
     (tmp_path / "dataset_info.json").write_text(json.dumps({"samples": {"file_name": samples.name}}))
@@ -167,7 +160,10 @@ def test_llamafactory(tmp_path: Path, model: Path, samples: Path) -> None:
         "report_to": "none",
         "use_cpu": True,
     }
-    (tmp_path / "train.py").write_text(example("LLaMA-Factory", "memory_limit='4MiB'"))
+    # the file that the page tells users to save, with another argument of `adaptive`
+    script = PAGE.read_text().split("**LLaMA-Factory ")[1].split("```python\n")[1].split("```")[0]
+    assert script.count("use_maximum_batch_size=True") == 1
+    (tmp_path / "train.py").write_text(script.replace("use_maximum_batch_size=True", "memory_limit='4MiB'"))
     for name, command in {"stock": ["llamafactory-cli", "train"], "ours": [sys.executable, "train.py"]}.items():
         (tmp_path / f"{name}.yaml").write_text(json.dumps({**config, "output_dir": str(tmp_path / name)}))
         run(tmp_path, *command, f"{name}.yaml")

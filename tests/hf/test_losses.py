@@ -8,12 +8,8 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-import pytest
-
-pytest.importorskip("transformers")
-pytest.importorskip("accelerate")
-
 import numpy as np
+import pytest
 import torch
 from transformers import Trainer
 

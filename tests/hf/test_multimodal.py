@@ -8,12 +8,8 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import pytest
-
-pytest.importorskip("transformers")
-pytest.importorskip("accelerate")
-
 import numpy as np
+import pytest
 import torch
 import transformers
 from PIL import Image

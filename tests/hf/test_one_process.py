@@ -13,12 +13,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
-import pytest
-
-pytest.importorskip("transformers")
-pytest.importorskip("accelerate")
-
 import numpy as np
+import pytest
 import torch
 from torch.utils.data import IterableDataset
 from transformers import (
@@ -533,40 +529,30 @@ class MaskedBySeed:
         return {**batch, "labels": batch["labels"].where(drawn > 0.5, -100)}
 
 
-def edit(inputs: Any) -> None:
-    inputs["labels"][:, 3:] = -100
-
-
 class EditsBefore(Trainer):
     def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        edit(inputs)
+        inputs["labels"][:, 3:] = -100
         return super().training_step(model, inputs, *args, **kwargs)
 
 
 class EditsAfter(Trainer):
     def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         loss = super().training_step(model, inputs, *args, **kwargs)
-        edit(inputs)
+        inputs["labels"][:, 3:] = -100
         return loss
 
 
 @pytest.mark.parametrize(
     "options",
     [
-        lambda: {"data_collator": masked_at_random},
-        lambda: {"data_collator": MaskedBySeed()},
-        lambda: {"base": EditsBefore},
-        lambda: {"base": InTraining},
-        lambda: {"base": InTraining, "model": tiny_llama(attention_dropout=0.2)},
-        lambda: {"base": changing_loss(lambda _, loss: loss**2, Means)},
-    ],
-    ids=[
-        "random batches",
-        "batches by a seed",
-        "edited batches",
-        "compared rows",
-        "compared rows, with dropout",
-        "squared mean",
+        pytest.param(lambda: {"data_collator": masked_at_random}, id="random batches"),
+        pytest.param(lambda: {"data_collator": MaskedBySeed()}, id="batches by a seed"),
+        pytest.param(lambda: {"base": EditsBefore}, id="edited batches"),
+        pytest.param(lambda: {"base": InTraining}, id="compared rows"),
+        pytest.param(
+            lambda: {"base": InTraining, "model": tiny_llama(attention_dropout=0.2)}, id="compared rows, with dropout"
+        ),
+        pytest.param(lambda: {"base": changing_loss(lambda _, loss: loss**2, Means)}, id="squared mean"),
     ],
 )
 def test_step_that_cannot_be_split_trains_like_stock_until_memory_runs_out(

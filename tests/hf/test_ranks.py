@@ -9,10 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-pytest.importorskip("transformers")
-pytest.importorskip("accelerate")
-
 import torch
 from transformers import Trainer
 
@@ -20,6 +16,7 @@ from tests.distributed.faults.scenarios import SCENARIOS
 from tests.distributed.faults.sweeps import sweep
 from tests.hf.test_one_process import Stream
 from tests.hf.trainers import (
+    RANKS,
     Counting,
     arguments,
     changing_loss,
@@ -140,8 +137,9 @@ def train_and_fail_in_forward(placement: str, here: Path, numbers: list[int]) ->
         use_fsdp2()
 
     def run(adaptive: AdaptiveArguments | None, base: type) -> Any:
-        evaluates = arguments(here, max_steps=3, gradient_accumulation_steps=2, eval_strategy="steps", eval_steps=1)
-        return train(here, adaptive, base=base, eval_dataset=Counting(16), arguments=evaluates)
+        evaluates = {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 4}
+        settings = arguments(here, max_steps=3, gradient_accumulation_steps=2, **evaluates)
+        return train(here, adaptive, base=base, eval_dataset=Counting(16 * RANKS[placement]), arguments=settings)
 
     stock = run(None, Trainer)
     return {
@@ -149,11 +147,10 @@ def train_and_fail_in_forward(placement: str, here: Path, numbers: list[int]) ->
     }
 
 
-@pytest.mark.parametrize(("placement", "ranks"), [("one process", 1), ("DDP", 2), ("FSDP2", 2)])
-def test_out_of_memory_error_in_any_forward_pass_does_not_change_training(
-    placement: str, ranks: int, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("placement", RANKS)
+def test_out_of_memory_error_in_any_forward_pass_does_not_change_training(placement: str, tmp_path: Path) -> None:
     every = int(os.environ.get("TORCHTUNE_ADAPTIVE_EVERY", "4"))
+    ranks = RANKS[placement]
     numbers = [*range(1, 25, every)]  # 3 passes of the check, 6 of training and 12 of evaluation, and repeated ones
     found = run_on_ranks(ranks, train_and_fail_in_forward, placement, tmp_path, numbers, in_group=False, timeout_s=300)
     assert found == [found[0]] * ranks

@@ -13,9 +13,6 @@ from typing import Any, NamedTuple
 
 import pytest
 
-pytest.importorskip("transformers")
-pytest.importorskip("accelerate")
-
 from tests.captured_logs import captured_log
 from tests.hf.test_evaluation import out_of_memory
 from tests.hf.trainers import RANKS, Run, arguments, difference, of_metrics, tiny_llama, train, trl_options, use_fsdp2

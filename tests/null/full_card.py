@@ -178,9 +178,9 @@ def sweep(kind: str, folder: str, every: int, expandable: bool, overrides: tuple
     ]
 
 
-def in_a_collective(kind: str, folder: str, name: str) -> int:
+def in_a_collective(folder: str, name: str) -> int:
     """Collective: return the recoveries of a step in which rank 0's card is full while gloo issues a collective."""
-    bench = Bench(kind, folder)
+    bench = Bench("full", folder)
     bench.step()
     runner = bench.stages.training
     at = next(n for n, each in enumerate(bench.operations(""), 1) if name in each)

@@ -31,8 +31,8 @@ LAYERS, MEMORY = 4, 24 * 10**9
 
 
 @contextmanager
-def at_size(layers: int, expandable: bool = False) -> Iterator[RealStep]:
-    """Build the package's 1B config with this many of its 16 layers. The other ranks are torch's fake ranks."""
+def at_size(expandable: bool = False) -> Iterator[RealStep]:
+    """Build the package's 1B config with LAYERS of its 16 layers. The other ranks are torch's fake ranks."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     os.environ["PYTORCH_CUDA_ALLOC_CONF"] = f"expandable_segments:{expandable}"
@@ -44,7 +44,7 @@ def at_size(layers: int, expandable: bool = False) -> Iterator[RealStep]:
     cfg.model = {
         "_component_": "torchtune.models.llama3_2.llama3_2",
         "vocab_size": 128_256,
-        "num_layers": layers,
+        "num_layers": LAYERS,
         "num_heads": 32,
         "num_kv_heads": 8,
         "embed_dim": 2048,
@@ -74,7 +74,7 @@ def train(step: RealStep, samples: list[Sample]) -> None:
 @pytest.mark.parametrize("expandable", [False, True], ids=["segments", "expandable"])
 @on_null_device()
 def test_steps_of_mixed_lengths_reserve_as_much_as_the_longest_samples(expandable: bool) -> None:
-    with at_size(LAYERS, expandable) as step:
+    with at_size(expandable) as step:
         train(step, [worst(TOKENS)])
         release_memory()
         torch.cuda.reset_peak_memory_stats()
@@ -100,7 +100,7 @@ def run(step: RealStep, runner: StepRunner[Sample], steps: Iterable[list[Sample]
 @on_null_device()
 def test_measured_token_budget_trains_without_running_out_of_memory() -> None:
     set_memory(MEMORY)
-    with at_size(LAYERS) as step:
+    with at_size() as step:
         found = profile_memory(searched := step.to_search(TOKENS), most_rows=512)
         searched.runner.close()
         runner = step.runner(1)
@@ -117,7 +117,7 @@ def test_two_steps_with_flushes_lower_the_limit() -> None:
     """So many rows that the allocator flushes its cache."""
     rows, changes = 12, list[str]()
     set_memory(MEMORY)
-    with at_size(LAYERS) as step:
+    with at_size() as step:
         runner = step.runner(rows, lambda change: changes.append(change.kind))
         runner.measure_memory(CudaMemory())
         flushes = run(step, runner, [[worst(TOKENS)] * rows] * 3)

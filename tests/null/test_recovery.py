@@ -60,7 +60,7 @@ def test_step_that_runs_out_of_memory_is_repeated_with_its_initial_memory(
     found = on_null(sweep, case.kind, run_in, every, case.expandable, case.overrides, ranks=case.ranks, timeout_s=900)
     operations = list(zip(*(found if case.ranks > 1 else [found]), strict=True))
     recovered = [ranks for ranks in operations if all(each.recoveries == 1 for each in ranks)]
-    assert len(recovered) >= 0.95 * len(operations) - 1  # a few need no memory, such as the last ones
+    assert len(recovered) >= max(1, 0.95 * len(operations) - 1)  # a few need no memory, such as the last ones
     for ranks in operations:
         assert len({(each.recoveries, each.position) for each in ranks}) == 1, "ranks disagree"
         assert all(each.recoveries <= 1 and each.kept_bytes <= 0 for each in ranks), ranks
@@ -70,12 +70,12 @@ def test_step_that_runs_out_of_memory_is_repeated_with_its_initial_memory(
 
 
 def test_oom_in_gloos_reduce_scatter_is_recovered(on_null: OnNull, tmp_path: Path) -> None:
-    assert on_null(in_a_collective, "full", str(tmp_path / "run"), "reduce_scatter", ranks=2) == [1, 1]
+    assert on_null(in_a_collective, str(tmp_path / "run"), "reduce_scatter", ranks=2) == [1, 1]
 
 
 def test_oom_in_gloos_all_gather_ends_the_run_with_one_correct_message(on_null: OnNull, tmp_path: Path) -> None:
     with pytest.raises(RankFailed, match="an FSDP collective ran out of memory on rank 0 inside gloo") as raised:
-        on_null(in_a_collective, "full", str(tmp_path / "run"), "allgather", ranks=2)
+        on_null(in_a_collective, str(tmp_path / "run"), "allgather", ranks=2)
     assert "besides FSDP" not in str(raised.value)
 
 

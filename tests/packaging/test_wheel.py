@@ -16,8 +16,8 @@ CONFIGS = {path.relative_to(ROOT / "configs").as_posix() for path in (ROOT / "co
 TUNE = ("-m", "torchtune._cli.tune", "run")
 
 
-def run_ok(*command: str, cwd: Path, timeout_s: float = 120) -> Ended:
-    ended = run_command(command, cwd=cwd, timeout_s=timeout_s)
+def run_ok(*command: str, cwd: Path) -> Ended:
+    ended = run_command(command, cwd=cwd, timeout_s=120)
     assert ended.status == 0, ended.output
     return ended
 
@@ -48,13 +48,9 @@ def python(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(python)
 
 
-@pytest.fixture(scope="module")
-def files(wheel: Path) -> set[str]:
+def test_wheel_contains_recipes_modules_configs_licence_and_type_marker_only(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
-        return set(archive.namelist())
-
-
-def test_wheel_contains_recipes_modules_configs_licence_and_type_marker_only(files: set[str]) -> None:
+        files = set(archive.namelist())
     assert {name for name in files if "/" not in name} == RECIPES
     modules = {path.relative_to(ROOT).as_posix() for path in (ROOT / "torchtune_adaptive").rglob("*.py")}
     assert {*modules, "torchtune_adaptive/py.typed"} <= files

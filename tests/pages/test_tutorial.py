@@ -35,10 +35,10 @@ def commands_of_the_page() -> list[list[str]]:
 
 
 def test_every_command_of_the_tutorial_runs(tmp_path: Path) -> None:
-    def run(command: list[str], timeout_s: float = 60) -> str:
+    def run(command: list[str]) -> str:
         program = sys.executable if command[0] == "python" else str(Path(sys.executable).with_name(command[0]))
         words = [str(ROOT / word) if word.startswith("examples/") else word for word in command[1:]]
-        done = run_forked([program, *words], cwd=tmp_path, timeout_s=timeout_s)
+        done = run_forked([program, *words], cwd=tmp_path, timeout_s=60)
         assert done.status == 0 or command[:2] == ["tune-adaptive", "status"], done.output
         return done.output
 

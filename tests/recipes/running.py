@@ -132,14 +132,10 @@ def train_until(recipe: Any, runner: Any, stop_before: int | None) -> None:
         assert stop_before is None
 
 
-def start_in_process(kind: str, *arguments: str, train: bool = False) -> None:
-    """Start our recipe as the command line does, on one rank, in this process. Without `train`, stop after setup."""
+def start_in_process(kind: str, *arguments: str) -> None:
+    """Start our recipe as the command line does, on one rank, in this process, and stop after setup."""
     try:
-        recipe = load_ours(kind)(read_config(*config_and_overrides(arguments)))
-        recipe.setup()
-        if train:
-            recipe.train()
-            recipe.cleanup()
+        load_ours(kind)(read_config(*config_and_overrides(arguments))).setup()
     finally:
         distributed.leave()
 

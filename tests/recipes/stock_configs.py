@@ -51,9 +51,6 @@ class StockConfig:
     def is_lora(self) -> bool:
         return self.recipe.startswith("lora")
 
-    def __str__(self) -> str:
-        return self.name
-
     def load(self) -> DictConfig:
         return OmegaConf.load(self.path)
 

@@ -20,7 +20,6 @@ from tests.null.processes import skip_without_null_device
 from tests.pages.test_documents import files_of
 from tests.rehearse.conftest import Rehearse, run_program
 from tests.rehearse.test_rehearse import TRAINS, WEIGHTS
-from torchtune_adaptive.cli.main import main
 from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.rehearse import cases, interface
 from torchtune_adaptive.rehearse.result import RehearsalResult
@@ -55,8 +54,6 @@ def test_python_returns_what_the_command_prints(
         ({"steps": "3"}, "steps is '3'"),
         ({"rank": 1, "together": True}, "leave out one of them"),
         ({"timeout": 0}, "timeout is 0"),
-        ({"memory": "many"}, "memory: cannot read 'many'"),
-        ({"without_data": True}, "needs a recipe"),
     ],
 )
 def test_invalid_argument_is_an_error_before_the_script_starts(options: dict[str, object], error: str) -> None:
@@ -67,7 +64,6 @@ def test_invalid_argument_is_an_error_before_the_script_starts(options: dict[str
 @pytest.mark.smoke
 def test_larger_config_is_reported_by_kind_and_a_killed_script_does_not_end_the_other_cases(tmp_path: Path) -> None:
     assert files_of(EXAMPLE.parents[1] / "docs" / "ci.md")["fits.toml"] == (EXAMPLE / "fits.toml").read_text()
-    skip_without_null_device()
     shutil.copytree(EXAMPLE, folder := tmp_path / "repository")
     killed = 'name = "killed"\ncommand = "killed.py"'
     (folder / "fits.toml").write_text(f"{(folder / 'fits.toml').read_text()}\n[[case]]\n{killed}\n")
@@ -100,7 +96,6 @@ read("data")
 
 
 def test_crashed_case_names_the_line_and_keeps_the_complete_output(tmp_path: Path) -> None:
-    skip_without_null_device()
     (tmp_path / "crashes.py").write_text(CRASHES)
     (tmp_path / "fits.toml").write_text("[[case]]\nname = 'fïrst'\ncommand = 'crashes.py'\n")
     ended = run_program(tmp_path, "tune-adaptive", "rehearse", "--cases", "fits.toml", PYTHONIOENCODING="ascii")
@@ -124,7 +119,6 @@ LEAVES_THINGS = """
 
 
 def test_cases_share_imports_and_nothing_else(tmp_path: Path) -> None:
-    skip_without_null_device()
     (tmp_path / "train.py").write_text(dedent(LEAVES_THINGS) + dedent(TRAINS))
     (tmp_path / "fits.toml").write_text(
         "[[case]]\ncommand = 'train.py 100 600'\ngpu = ['a100-40', 'h100']\nranks = [1, 2]\nmemory_overhead = '2GiB'\n"
@@ -147,7 +141,6 @@ def test_cases_share_imports_and_nothing_else(tmp_path: Path) -> None:
 
 
 def test_case_that_does_not_end_is_killed_after_its_timeout(tmp_path: Path) -> None:
-    skip_without_null_device()
     (tmp_path / "loops.py").write_text("while True: pass\n")
     (tmp_path / "train.py").write_text(dedent(TRAINS))
     (tmp_path / "fits.toml").write_text(
@@ -253,22 +246,8 @@ def test_peaks_that_cannot_be_written_are_an_error_after_all_cases(
 
 def test_update_of_peaks_without_an_expectation_names_it(tmp_path: Path) -> None:
     (tmp_path / "fits.toml").write_text("[[case]]\ncommand = 'a.py'\n")
-    ended = run_program(tmp_path, "tune-adaptive", "rehearse", "--cases", "fits.toml", "--update-peaks")
-    assert (ended.returncode, "no case of fits.toml has growth_percent" in ended.stderr) == (2, True), ended.stderr
-
-
-def test_file_of_cases_excludes_a_command_and_options_of_one(tmp_path: Path) -> None:
-    (tmp_path / "fits.toml").write_text("[[case]]\ncommand = 'a.py'\n")
-    for words, name in (("--gpu", "4090"), "gpu"), (("--", "train.py"), "the command"):
-        ended = run_program(tmp_path, "tune-adaptive", "rehearse", "--cases", "fits.toml", *words)
-        assert (ended.returncode, f"--cases reads {name} from its file" in ended.stderr) == (2, True)
-
-
-@pytest.mark.parametrize("words", [("--jobs", "2"), ("--update-peaks",)])
-def test_option_of_cases_needs_a_file_of_cases(words: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        main(["rehearse", *words, "--", __file__])
-    assert f"{words[0]} needs --cases" in capsys.readouterr().err
+    with pytest.raises(ConfigError, match=r"no case of .*fits\.toml has growth_percent"):
+        cases.run_cases(tmp_path / "fits.toml", 1, True, as_json=False)
 
 
 TESTS = """
@@ -294,7 +273,6 @@ TESTS = """
 
 
 def test_fixture_of_pytest_fails_a_test_whose_peak_has_grown(tmp_path: Path) -> None:
-    skip_without_null_device()
     (tmp_path / "train.py").write_text(dedent(TRAINS))
     (tmp_path / "tests").mkdir()
     (tmp_path / "tests" / "test_fits.py").write_text(dedent(TESTS))

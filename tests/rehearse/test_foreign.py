@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from tests.null.processes import skip_without_null_device
 from tests.rehearse.conftest import run_program
 
 STEP = """
@@ -17,11 +16,6 @@ def step(model, rows=4):
     optimizer.step()
     return optimizer
 """
-
-
-@pytest.fixture(scope="session", autouse=True)
-def library() -> None:
-    skip_without_null_device()
 
 
 def rehearsed(folder: Path, script: str, *options: str) -> dict[str, Any]:

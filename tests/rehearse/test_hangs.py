@@ -60,8 +60,7 @@ def test_script_hangs_if_it_is_broken(rehearse: Rehearse, tmp_path: Path, name: 
 def test_example_has_the_report_shown_on_its_page(rehearse: Rehearse) -> None:
     page = (Path(__file__).parents[2] / "docs" / "hangs.md").read_text()
     example = "# train.py\n" + page.partition("```python\n# train.py\n")[2].partition("```")[0]
-    answer = rehearse(example, "--ranks", "4", "--together", json_format=False)
-    assert answer.status == 3
+    answer = rehearse(example, "--ranks", "4", "--together", json_format=False, status=3)
     assert textwrap.indent(answer.found.strip(), "    ") in page
 
 
@@ -98,6 +97,5 @@ def test_group_with_ranks_that_do_not_run_is_compared_among_those_that_do(rehear
     script = (SCRIPTS / "branch_on_rank.py").read_text().replace("from setting import", "from setting import RANKS,")
     setting = (SCRIPTS / "setting.py").read_text()
     joined = setting + "\n" + "\n".join(line for line in script.splitlines() if "setting import" not in line)
-    answer = rehearse(joined.replace("if RANK == 0", "if RANK == 6"), "--ranks", "8", "--together", "0,6")
-    assert answer.status == 3, answer.printed
+    answer = rehearse(joined.replace("if RANK == 0", "if RANK == 6"), "--ranks", "8", "--together", "0,6", status=3)
     assert "in the branch `if RANK == 6`" in answer.found["hang"]["cause"]

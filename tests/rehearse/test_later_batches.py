@@ -67,8 +67,7 @@ def script(loader: str) -> str:
 @pytest.mark.parametrize("case", LOADERS)
 def test_larger_later_batch_is_named_with_the_steps_that_reach_it(case: str, rehearse: Rehearse) -> None:
     loader, more = LOADERS[case], 2 * (case == "dictionaries")
-    answer = rehearse(script(loader))
-    assert answer.status == 0, answer.printed
+    answer = rehearse(script(loader), status=0)
     sizes = f"{4096 + more:,} elements, before at most {64 + more}"
     assert f"; batch 24 is larger: {sizes} (--steps " in answer.found["verdict"]
     remedy = answer.found["later_batch"]["steps"]
@@ -109,8 +108,7 @@ def note(_):
     Finalize(None, open(f"ended {os.getpid()}", "w").close, exitpriority=1)
 """
     loader = "DataLoader(Samples(), num_workers=2, worker_init_fn=note)"
-    answer = rehearse(script(loader).replace("def as_dict", f"{noted}\ndef as_dict"))
-    assert answer.status == 0, answer.printed
+    rehearse(script(loader).replace("def as_dict", f"{noted}\ndef as_dict"), status=0)
     assert len(list(tmp_path.glob("ended *"))) == 2
 
 

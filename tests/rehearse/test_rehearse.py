@@ -247,8 +247,7 @@ def test_script_that_raises_another_error_after_oom_does_not_fit(rehearse: Rehea
     )
     assert answer.status == 2
     assert "failed in step 2 at train.py:9: KeyError: 'another'" in answer.found["verdict"]
-    answer = rehearse(script.replace("CAUSE", "from None"))
-    assert answer.status == 2
+    answer = rehearse(script.replace("CAUSE", "from None"), status=2)
     assert answer.found["verdict"].endswith("training has failed; it ran out of memory before (see below)")
 
 
@@ -314,8 +313,7 @@ def test_scalar_tensors_in_nested_lists_become_tensors(rehearse: Rehearse) -> No
         assert torch.tensor([one, two]).tolist() == [1.0, 2.0]
         assert torch.as_tensor(([one], (two,)), device="cuda").shape == (2, 1)
     """
-    answer = rehearse(script, json_format=False)
-    assert answer.status == 0, answer.printed
+    rehearse(script, json_format=False, status=0)
 
 
 def test_nvml_reports_the_card(rehearse: Rehearse) -> None:
@@ -329,18 +327,21 @@ def test_nvml_reports_the_card(rehearse: Rehearse) -> None:
         free, total = torch.cuda.mem_get_info()
         assert list(memory) == [total, free, total - free]
     """
-    answer = rehearse(script, json_format=False)
-    assert answer.status == 0, answer.printed
+    rehearse(script, json_format=False, status=0)
+
+
+RECIPE = (
+    *("tune", "run", "--nproc_per_node", "2", "adaptive_full_finetune_distributed", "--config", "adaptive/demo/full"),
+    *("device=cuda", "adaptive.memory_limit=null", "max_steps_per_epoch=6", "use_maximum_batch_size=False"),
+)
+FOUR_ROWS = ("batch_size=4", "gradient_accumulation_steps=1", "seed=1")
+TOO_LITTLE = ("--memory", "54MiB", "--memory-overhead", "0")
+"""For four rows."""
 
 
 @pytest.mark.smoke
 def test_recipe_that_recovers_fits_and_its_errors_are_counted(rehearse: Rehearse, tmp_path: Path) -> None:
-    recipe = ("tune", "run", "--nproc_per_node", "2", "adaptive_full_finetune_distributed")
-    config = ("--config", "adaptive/demo/full", "device=cuda", "adaptive.memory_limit=null", "max_steps_per_epoch=6")
-    asked = ("use_maximum_batch_size=False", "batch_size=4", "gradient_accumulation_steps=1", "seed=1")
-    sizes = ("--memory", "54MiB", "--memory-overhead", "0")
-    answer = rehearse("", *sizes, command=(*recipe, *config, *asked))
-    assert answer.status == 0, answer.printed
+    answer = rehearse("", *TOO_LITTLE, command=(*RECIPE, *FOUR_ROWS), status=0)
     assert len(answer.found["caught"]) > 0
     assert "recovered from" in answer.found["verdict"]
     assert len(answer.found["steps"]) == 10
@@ -451,8 +452,7 @@ def test_script_that_reads_the_memory_of_its_card_is_rehearsed_on_each(size: str
 
 def test_limit_that_the_script_has_set_is_the_one_in_the_verdict(rehearse: Rehearse) -> None:
     limited = "    torch.cuda.set_per_process_memory_fraction(0.25)\n    torch.empty(2**35, device='cuda')\n"
-    answer = rehearse(ONE_STEP + limited, "--memory", "41.3GiB")
-    assert answer.status == 1
+    answer = rehearse(ONE_STEP + limited, "--memory", "41.3GiB", status=1)
     assert "of the script's limit of 10.0 GiB" in answer.found["verdict"]
 
 
@@ -499,8 +499,7 @@ def test_error_drawn_in_a_box_is_shown_as_text(end: str, shown: str, rehearse: R
     torch.ones(1, device="cuda")
     {end}
     """
-    answer = rehearse(script)
-    assert answer.status == 2
+    answer = rehearse(script, status=2)
     assert answer.found["verdict"] == f"no answer: the script failed in step 1 at {shown}"
 
 
@@ -524,6 +523,10 @@ def test_error_drawn_in_a_box_is_shown_as_text(end: str, shown: str, rehearse: R
         ({}, ("--fixed", "12=512"), "argument --fixed: 12=512 is not a line and a number, as in train.py:12=512"),
         ({}, ("--", "deepspeed", "--num_gpus", "8", "train.py"), "cannot be followed: rehearse train.py "),
         ({}, ("--without-data",), "--without-data needs a recipe"),
+        ({}, ("--jobs", "2"), "--jobs needs --cases"),
+        ({}, ("--update-peaks",), "--update-peaks needs --cases"),
+        ({}, ("--cases", "fits.toml", "--gpu", "4090"), "--cases reads gpu from its file"),
+        ({}, ("--cases", "fits.toml"), "--cases reads the command from its file"),
     ],
 )
 def test_invalid_options_are_refused_before_the_script_runs(
@@ -570,8 +573,7 @@ def test_host_values_are_read_and_values_computed_on_the_card_are_guessed_and_re
         optimizer.load_state_dict(torch.load("state.pt", map_location="cuda"))
         optimizer.step()
     """
-    answer = rehearse(script)
-    assert answer.status == 0, answer.printed
+    answer = rehearse(script, status=0)
     assert sorted(_lines(answer.found["places_read"])) == _marked(script)
 
 
@@ -605,8 +607,7 @@ def test_values_changed_or_made_unique_on_the_card_are_guessed(rehearse: Rehears
             kept.logical_not_()
             kept.nonzero()  # guessed
     """
-    answer = rehearse(dedent(script) + dedent(ONE_STEP))
-    assert answer.status == 0, answer.printed
+    answer = rehearse(dedent(script) + dedent(ONE_STEP), status=0)
     assert answer.printed.startswith("10\n[5, 9] 9\n")
     assert _lines(answer.found["places_read"]) == _marked(script)
 
@@ -675,19 +676,45 @@ def test_integers_that_the_user_states_are_read_and_no_longer_guessed(rehearse: 
     assert f"with random values at train.py:{at[0]}: " in text
 
 
-def test_tensors_that_are_printed_or_checked_for_overflow_are_not_reported(rehearse: Rehearse) -> None:
-    script = """
-        import torch
+PRINTED = """
+    import torch
 
-        def has_overflow():  # as in DeepSpeed's ZeRO
-            return bool(torch.randint(2, (1,), dtype=torch.uint8, device="cuda").byte().to("cuda")[0].item())
+    def has_overflow():  # as in DeepSpeed's ZeRO
+        return bool(torch.randint(2, (1,), dtype=torch.uint8, device="cuda").byte().to("cuda")[0].item())
 
-        has_overflow()
-        answers = torch.zeros(64, 10, device="cuda")
-        print(answers, answers.argmax(-1), answers > 0, f"{answers.argmax()} {torch.ones(()).cuda() + 1:.3f}")
-    """
-    answer = rehearse(dedent(script) + dedent(ONE_STEP))
-    assert (answer.status, answer.found["guesses"]) == (0, []), answer.printed
+    has_overflow()
+    answers = torch.zeros(64, 10, device="cuda")
+    print(answers, answers.argmax(-1), answers > 0, f"{answers.argmax()} {torch.ones(()).cuda() + 1:.3f}")
+"""
+DOCUMENT_MASK = """
+    import torch
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    documents = (torch.arange(512) // 100).cuda()
+
+    def same_document(batch, head, query, key):
+        return (query >= key) & (documents[query] == documents[key])
+
+    mask = create_block_mask(same_document, 1, None, 512, 512, device="cuda")
+    assert mask.kv_indices.shape == (1, 1, 4, 4)
+"""
+COMPILED_MASK = """
+    import torch
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    positions = torch.arange(512, device="cuda")
+    create = torch.compile(create_block_mask, fullgraph=True)
+    create(lambda batch, head, query, key: positions[query] >= positions[key], 1, None, 512, 512, device="cuda")
+"""
+"""Dynamo finds out once, in a torch function mode, which function of torch each operator calls."""
+
+
+@pytest.mark.parametrize(
+    "script", [PRINTED, DOCUMENT_MASK, COMPILED_MASK], ids=["printed or checked", "document mask", "compiled mask"]
+)
+def test_values_that_are_known_or_decide_nothing_are_not_reported(rehearse: Rehearse, script: str) -> None:
+    answer = rehearse(dedent(script) + dedent(ONE_STEP), status=0)
+    assert answer.found["guesses"] == []
 
 
 def test_generation_without_known_tokens_ends_at_its_limit(rehearse: Rehearse) -> None:
@@ -762,8 +789,7 @@ def test_counts_and_comparisons_of_host_values_are_known(rehearse: Rehearse) -> 
             range(lengths.max().item())  # guessed
             nested_numpify(lengths)  # as Trainer does, to compute metrics
     """
-    answer = rehearse(dedent(script) + dedent(ONE_STEP))
-    assert answer.status == 0, answer.printed
+    answer = rehearse(dedent(script) + dedent(ONE_STEP), status=0)
     assert _lines(answer.found["places_read"]) == _marked(script)
 
 
@@ -804,8 +830,7 @@ def test_arithmetic_on_integers_of_the_host_gives_sizes_and_masks(rehearse: Rehe
         images = torch.zeros(64, device="cuda", requires_grad=True)
         hidden.masked_scatter(hidden > 0, images).sum().backward()  # guessed
     """
-    answer = rehearse(dedent(script) + dedent(ONE_STEP))
-    assert answer.status == 0, answer.printed
+    answer = rehearse(dedent(script) + dedent(ONE_STEP), status=0)
     assert _lines(answer.found["places_read"]) == _marked(script)
 
 
@@ -836,43 +861,11 @@ CHILDREN = """
 def test_process_that_uses_a_gpu_and_cannot_be_followed_ends_the_rehearsal(
     rehearse: Rehearse, words: tuple[str, ...], remedy: str
 ) -> None:
-    answer = rehearse(CHILDREN, command=("train.py", *words))
-    assert answer.status == 2
+    answer = rehearse(CHILDREN, command=("train.py", *words), status=2)
     assert answer.found["verdict"].startswith(
         "no answer: the script starts processes that use a GPU, which a rehearsal"
     )
     assert remedy in answer.found["verdict"]
-
-
-def test_document_mask_is_computed_from_host_values(rehearse: Rehearse) -> None:
-    script = """
-        import torch
-        from torch.nn.attention.flex_attention import create_block_mask
-
-        documents = (torch.arange(512) // 100).cuda()
-
-        def same_document(batch, head, query, key):
-            return (query >= key) & (documents[query] == documents[key])
-
-        mask = create_block_mask(same_document, 1, None, 512, 512, device="cuda")
-        assert mask.kv_indices.shape == (1, 1, 4, 4)
-    """
-    answer = rehearse(dedent(script) + dedent(ONE_STEP))
-    assert (answer.status, answer.found["guesses"]) == (0, []), answer.printed
-
-
-def test_mask_that_looks_up_positions_compiles(rehearse: Rehearse) -> None:
-    """Dynamo finds out once, in a torch function mode, which function of torch each operator calls."""
-    script = """
-        import torch
-        from torch.nn.attention.flex_attention import create_block_mask
-
-        positions = torch.arange(512, device="cuda")
-        create = torch.compile(create_block_mask, fullgraph=True)
-        create(lambda batch, head, query, key: positions[query] >= positions[key], 1, None, 512, 512, device="cuda")
-    """
-    answer = rehearse(dedent(script) + dedent(ONE_STEP))
-    assert (answer.status, answer.found["guesses"]) == (0, []), answer.printed
 
 
 MANUAL = """
@@ -912,8 +905,7 @@ DEVICE_MAP = """
 def test_each_device_of_one_process_has_its_peaks(rehearse: Rehearse, script: str, mib: tuple[int, int]) -> None:
     if script is DEVICE_MAP:
         pytest.importorskip("accelerate")
-    answer = rehearse(script, "--devices", "2")
-    assert answer.status == 0, answer.printed
+    answer = rehearse(script, "--devices", "2", status=0)
     first, second = answer.found["after_last_step"]["devices"]
     assert (first["device"], second["device"]) == (0, 1)
     least = min(first["allocated_bytes"] / mib[0], second["allocated_bytes"] / mib[1])
@@ -1082,19 +1074,14 @@ ENDS_LATE = """
 def test_signal_ends_background_jobs_and_processes_that_ignore_it(
     rehearse: Rehearse, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("subprocess.run", partial(subprocess.run, preexec_fn=_ignore_interrupts))
+    ignore_interrupts = partial(signal.signal, signal.SIGINT, signal.SIG_IGN)  # as a shell does for background jobs
+    monkeypatch.setattr("subprocess.run", partial(subprocess.run, preexec_fn=ignore_interrupts))
     for words in (), ("deaf",), ("saves",):
-        answer = rehearse(ENDS_LATE, command=("train.py", *words))
-        assert answer.status == 2
+        answer = rehearse(ENDS_LATE, command=("train.py", *words), status=2)
         at = "" if words == ("deaf",) else r" at train\.py:\d+"
         before = r"; before that, 0\.05 of 77\.8 GiB reserved at most \(step 1\)"
         assert re.fullmatch(f"no answer: interrupted in step 3{at}{before}", answer.found["verdict"])
         assert (len(answer.found["steps"]), answer.found["fits"]) == (2, None)
-
-
-def _ignore_interrupts() -> None:
-    """Ignore SIGINT, as a shell does for background jobs."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def test_torch_that_cannot_be_imported_is_named(rehearse: Rehearse, tmp_path: Path) -> None:
@@ -1111,14 +1098,12 @@ def test_unwritable_report_is_an_error(rehearse: Rehearse, monkeypatch: pytest.M
     with Path("/dev/full").open("w") as full:
         to_full = {"capture_output": False, "stdout": full, "stderr": subprocess.PIPE}
         monkeypatch.setattr("subprocess.run", lambda *args, **kwargs: run(*args, **kwargs | to_full))
-        answer = rehearse(ONE_STEP)
-    assert answer.status == 2
+        answer = rehearse(ONE_STEP, status=2)
     assert answer.printed.splitlines()[-1].startswith("error: stdout: No space left on device")
 
 
 def test_rehearsal_ends_after_the_requested_steps(rehearse: Rehearse) -> None:
-    answer = rehearse(TRAINS, "--steps", "2", command=("train.py", "8", "8", "8"), json_format=False)
-    assert answer.status == 0
+    answer = rehearse(TRAINS, "--steps", "2", command=("train.py", "8", "8", "8"), json_format=False, status=0)
     assert "in the first 2 steps" in answer.found.splitlines()[0]
     assert answer.printed.count("[8,") == 1  # the second step ends after its optimizer step
 
@@ -1139,8 +1124,7 @@ def test_trainer_with_the_mixin_reports_its_search_or_its_recoveries(rehearse: R
         adaptive = AdaptiveArguments(use_maximum_batch_size={searched})
         AdaptiveTrainer(model, arguments, train_dataset=dataset, adaptive=adaptive).train()
     """
-    answer = rehearse(script, "--ranks", "8", "--memory", "2GiB", "--memory-overhead", "0")
-    assert answer.status == 0, answer.printed
+    answer = rehearse(script, "--ranks", "8", "--memory", "2GiB", "--memory-overhead", "0", status=0)
     assert ("batch search" in answer.printed) == searched
     assert [error["step"] for error in answer.found["caught"]] == [] if searched else [1, 1]
     assert len(answer.found["steps"]) == 2
@@ -1155,15 +1139,9 @@ def test_example_has_the_result_shown_on_its_page(rehearse: Rehearse) -> None:
         assert answer.found.splitlines()[0] in page
 
 
-def test_number_of_steps_and_a_missing_launcher_are_reported() -> None:
-    steps = [{"step": at, "allocated_bytes": at * GIB, "reserved_bytes": 9 * GIB, "flushes": 0} for at in range(1, 6)]
-    end = {"allocated_bytes": 0, "reserved_bytes": 0, "flushes": 0, "error": None, "stopped": True, "notes": []}
-    about = {"usable_bytes": 10 * GIB, "overhead_bytes": GIB, "rank": 0, "ranks": 1}
-    first = RehearsalResult(**about, status=0, steps=steps, end=end)
-    assert first.verdict().startswith("fits in the first 5 steps: ")
-    whole = RehearsalResult(**about, status=0, steps=steps, end={**end, "stopped": False})
-    assert whole.verdict().startswith("fits: ")
-    failed = RehearsalResult(**about, status=1, end={**end, "error": "KeyError: 'LOCAL_RANK'"})
+def test_missing_launcher_is_reported() -> None:
+    end = {"allocated_bytes": 0, "reserved_bytes": 0, "flushes": 0, "error": "KeyError: 'LOCAL_RANK'", "notes": []}
+    failed = RehearsalResult(10 * GIB, GIB, rank=0, ranks=1, status=1, end=end)
     assert failed.verdict().endswith("put torchrun before the script)")
 
 

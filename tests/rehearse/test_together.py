@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.rehearse.conftest import Rehearse
+from tests.rehearse.test_rehearse import FOUR_ROWS, RECIPE, TOO_LITTLE
 from torchtune_adaptive.null_cuda import environment
 
 UNEQUAL = """
@@ -175,23 +176,11 @@ def test_first_rank_that_fails_decides_and_no_rank_waits_for_it(
 
 
 def test_ranks_of_a_recipe_recover_together(rehearse: Rehearse) -> None:
-    recipe = (
-        "tune",
-        "run",
-        "--nproc_per_node",
-        "2",
-        "adaptive_full_finetune_distributed",
-        "--config",
-        "adaptive/demo/full",
-    )
-    keys = ("device=cuda", "adaptive.memory_limit=null", "max_steps_per_epoch=6", "use_maximum_batch_size=False")
-    sizes = ("batch_size=4", "gradient_accumulation_steps=1", "seed=1")
-    memory = ("--memory", "54MiB", "--memory-overhead", "0")
-    answer = rehearse("", "--together", "--ranks", "2", *memory, command=(*recipe, *keys, *sizes))
-    assert answer.status == 0, answer.printed
+    together = ("--together", "--ranks", "2")
+    answer = rehearse("", *together, *TOO_LITTLE, command=(*RECIPE, *FOUR_ROWS), status=0)
     assert "out of memory on rank" in answer.printed
     assert len(answer.found["rank_peaks"]) == 2
-    without_data = rehearse("", "--together", "--ranks", "2", "--without-data", command=(*recipe, *keys, *sizes))
-    assert (without_data.status, len(without_data.found["rank_peaks"])) == (0, 2), without_data.printed
-    early = rehearse("", "--together", command=(*recipe, *keys)).found["verdict"]
+    without_data = rehearse("", *together, "--without-data", command=(*RECIPE, *FOUR_ROWS), status=0)
+    assert len(without_data.found["rank_peaks"]) == 2
+    early = rehearse("", "--together", command=RECIPE).found["verdict"]
     assert early == "no answer: the command uses CUDA before it starts the ranks: add --ranks"

@@ -115,13 +115,6 @@ def test_modules_have_no_import_cycle() -> None:
     assert set(order) == set(MODULES)
 
 
-def keys_of_a_config() -> set[str]:
-    """Return config keys as errors write them, without short words such as `loss`."""
-    settings = {field.name for field in fields(Settings) if "_" in field.name}
-    sections = {f"adaptive.{field.name}" for field in fields(AdaptiveConfig)} | {"tokenizer.", "recover_from_oom"}
-    return settings | sections | {"use_maximum_batch_size", "batch_increase_function"}
-
-
 def texts_of(path: Path) -> Iterator[str]:
     """Yield the strings of a file, without docstrings."""
     message = {id(docstring) for docstring in docstrings_of(path)}
@@ -132,7 +125,9 @@ def texts_of(path: Path) -> Iterator[str]:
 
 def test_library_messages_do_not_name_config_keys() -> None:
     """The library raises facts and remedies; config/remedies.py translates them to keys."""
-    keys = keys_of_a_config()
+    settings = {field.name for field in fields(Settings) if "_" in field.name}  # no short words such as `loss`
+    sections = {f"adaptive.{field.name}" for field in fields(AdaptiveConfig)} | {"tokenizer.", "recover_from_oom"}
+    keys = settings | sections | {"use_maximum_batch_size", "batch_increase_function"}
     assert {"adaptive.search", "enable_activation_checkpointing", "optimizer_in_bwd"} < keys
     assert any("adaptive.memory_limit" in text for text in texts_of(MODULES["config.remedies"]))
     speaking = {

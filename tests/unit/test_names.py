@@ -51,7 +51,6 @@ def test_package_exports_the_names_on_its_page() -> None:
     names = ",".join(re.findall(r"from torchtune_adaptive import ([\w, ]+)", page))
     shown = {name.strip() for name in names.split(",")}
     assert {"StepRunner", "RowLimit"} <= shown <= set(torchtune_adaptive.__all__)
-    assert all(hasattr(torchtune_adaptive, name) for name in torchtune_adaptive.__all__)
 
 
 OURS = ("tests", "benchmarks", "tools", "torchtune_adaptive")

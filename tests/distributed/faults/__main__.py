@@ -17,7 +17,7 @@ from dataclasses import replace
 
 from benchmarks.results import save
 from tests.distributed.faults.scenarios import SCENARIOS
-from tests.distributed.faults.sweeps import FIGURES, Outcome, outcome_of, sweep
+from tests.distributed.faults.sweeps import FIGURES, Outcome, outcome_of
 
 
 def main() -> int:
@@ -35,9 +35,7 @@ def main() -> int:
         if options.ranks:
             case = replace(case, world_size=options.ranks)
         started = time.monotonic()
-        outcome = outcome_of(
-            case.name, case.world_size, sweep, case, options.at_most, False, number, timeout_s=options.timeout
-        )
+        outcome = outcome_of(case, options.at_most, number, options.timeout)
         total = Outcome(*map(sum, zip(total, outcome, strict=True)))
         rows.append({"case": case.name, "every": case.stride, **dict(zip(FIGURES, outcome, strict=True))})
         print(f"{outcome}  {case.name} ({time.monotonic() - started:.0f} s)", flush=True)

@@ -6,9 +6,8 @@
 import gc
 import logging
 import sys
-from collections.abc import Callable
 from importlib import import_module
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -82,17 +81,15 @@ def _places(operations: list[str], stride: int, at_most: int, only_collectives: 
     return list(range(1 + shift % step, len(operations) + 1, step))
 
 
-def outcome_of(
-    name: str, ranks: int, sweep: Callable[..., Outcome], *args: Any, timeout_s: float, in_group: bool = True
-) -> Outcome:
+def outcome_of(case: Scenario, at_most: int, shift: int, timeout_s: float) -> Outcome:
     """Run a sweep in new processes; count hangs and errors instead of raising them."""
     try:
-        outcomes = run_on_ranks(ranks, sweep, *args, timeout_s=timeout_s, in_group=in_group)
+        outcomes = run_on_ranks(case.world_size, sweep, case, at_most, False, shift, timeout_s=timeout_s)
     except RanksHung as error:
-        print(f"{name}: {error}", file=sys.stderr)
+        print(f"{case.name}: {error}", file=sys.stderr)
         return Outcome(hung=1)
     except RankFailed as error:
-        print(f"{name}: {error}", file=sys.stderr)
+        print(f"{case.name}: {error}", file=sys.stderr)
         return Outcome(injected=1)
     assert len(set(outcomes)) == 1, outcomes
     return outcomes[0]

@@ -1,5 +1,6 @@
 """Test properties of the helpers whose loss would go unnoticed."""
 
+import gc
 import os
 import sys
 import time
@@ -43,3 +44,11 @@ def test_a_hung_rank_ends_the_test_and_a_slow_one_on_a_loaded_machine_does_not(m
         run_on_ranks(2, sleep_on_rank_1, 60.0, timeout_s=1, in_group=False)
     monkeypatch.setattr(ranks, "patience", lambda: 30.0)
     assert run_on_ranks(2, sleep_on_rank_1, 4.0, timeout_s=1, in_group=False) == [0, 0]
+
+
+def is_preloaded() -> bool:
+    return "torchtune_adaptive.tune.training_loop" in sys.modules and gc.get_freeze_count() > 0
+
+
+def test_ranks_are_forked_from_a_server_that_has_imported_all_modules() -> None:
+    assert run_on_ranks(1, is_preloaded, timeout_s=10, in_group=False) == [True]

@@ -62,6 +62,7 @@ def test_hugging_face_example_finds_its_size_and_recovers():
         (str(step), "8" if step < 3 else "4", str(int(step == 3))) for step in range(1, 7)
     ]
     losses = [float(loss) for loss in re.findall(r"loss (\d+\.\d+)", output)]
+    assert len(losses) == 6
     assert losses == sorted(losses, reverse=True)
 
 

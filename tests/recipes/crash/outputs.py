@@ -69,9 +69,12 @@ def differences(folder: Path, reference: Path) -> Iterator[str]:
     figures = ("loss", "lr", "grad_norm", "microbatch_rows")
     if unlike := [step for step in last.keys() | first.keys() if not _same(last.get(step), first.get(step), figures)]:
         yield f"figures differ in steps {sorted(unlike)}"
-    records, validations = zip(*(_steps_and_validations(each / "out") for each in (folder, reference)), strict=True)
-    if records[0] != [*range(1, STEPS + 1)]:
-        yield f"the record has steps {records[0]}"
+    records = [read_timeline(each / "out") for each in (folder, reference)]
+    if (steps := [line["step"] for line in records[0].steps]) != [*range(1, STEPS + 1)]:
+        yield f"the record has steps {steps}"
+    validations = [
+        [(event["step"], event["val_loss"]) for event in each.events if event["kind"] == VALIDATION] for each in records
+    ]
     if validations[0] != validations[1]:
         yield f"validations: {validations[0]} instead of {validations[1]}"
     for pattern in (".*", "*.tmp"):
@@ -79,12 +82,6 @@ def differences(folder: Path, reference: Path) -> Iterator[str]:
     kept = sorted(complete_checkpoints(ours.parent))
     if LAST_EPOCH not in kept or len(kept) != KEEP:
         yield f"checkpoints kept: {kept}"
-
-
-def _steps_and_validations(out: Path) -> tuple[list[int], list[tuple[int, float]]]:
-    timeline = read_timeline(out)
-    validations = [(each["step"], each["val_loss"]) for each in timeline.events if each["kind"] == VALIDATION]
-    return [record["step"] for record in timeline.steps], validations
 
 
 def _same(one: dict[str, Any] | None, other: dict[str, Any] | None, figures: tuple[str, ...]) -> bool:

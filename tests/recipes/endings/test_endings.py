@@ -16,7 +16,7 @@ from tests.captured_logs import captured_log
 from tests.ranks import run_on_ranks
 from tests.recipes.recorders import read_log
 from tests.recipes.running import demo_config, run_ours
-from tests.recipes.terminal import STARTS_S, Started, run_in_terminal
+from tests.recipes.terminal import STARTS_S, run_in_terminal
 from tests.scheduling_delays import SchedulingDelays
 from torchtune_adaptive.cli.status import Condition, condition_of
 from torchtune_adaptive.lifecycle.signals import ONE_SIGNAL_S
@@ -118,17 +118,13 @@ def test_ctrl_c_saves_and_prints_one_line(tmp_path: Path) -> None:
     assert re.search(r"SignalException: Process \d+ got signal: 2$", run.output), run.output
 
 
-def hold_in_a_step(run: Started, folder: Path) -> None:
-    """Wait until a step is saved and a rank reads a sample that never arrives."""
-    run.when(lambda: "step_2 saved in" in run.output, STARTS_S)
-    (folder / "hold").touch()
-    run.when((folder / "held").exists, 60)
-
-
 def test_second_signal_through_the_launcher_ends_all_ranks_immediately(tmp_path: Path) -> None:
     slow = ("dataset.samples=100000", "dataset._component_=mine.Samples", "save_every_n_steps=2")
     with tune_run(2, tmp_path, *slow) as run:
-        hold_in_a_step(run, tmp_path)
+        # wait until a step is saved and a rank reads a sample that never arrives
+        run.when(lambda: "step_2 saved in" in run.output, STARTS_S)
+        (tmp_path / "hold").touch()
+        run.when((tmp_path / "held").exists, 60)
         os.kill(run.process.pid, signal.SIGTERM)
         run.when(lambda: "SIGTERM: " in run.output, 20)
         time.sleep(2 * ONE_SIGNAL_S)

@@ -61,30 +61,24 @@ FILES = {
 
 
 @pytest.mark.parametrize(
-    ("kind", "arguments", "parts"),
+    ("kind", "arguments", "content", "parts"),
     [
-        ("full", "", ("--config",)),
-        *(("full", f"--config {DEMO} {overrides}", parts) for overrides, parts in ERRORS.items()),
-        *(("lora", f"--config adaptive/demo/lora {overrides}", parts) for overrides, parts in OF_LORA.items()),
+        ("full", "", "", ("--config",)),
+        *(("full", f"--config {DEMO} {overrides}", "", parts) for overrides, parts in ERRORS.items()),
+        *(("lora", f"--config adaptive/demo/lora {overrides}", "", parts) for overrides, parts in OF_LORA.items()),
+        *(("full", "--config mine.yaml", content, parts) for content, parts in FILES.items()),
     ],
 )
-def test_user_error_names_its_key_and_value(
-    kind: str, arguments: str, parts: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_user_error_names_its_key_and_value_or_its_file(
+    kind: str, arguments: str, content: str, parts: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    Path("mine.yaml").write_text(content)
     with pytest.raises(ConfigError) as caught:
         start_in_process(kind, *arguments.split())
     assert [part for part in parts if part not in str(caught.value)] == []
     lines = str(caught.value).split("\n")  # one line per wrong value
     assert lines == list(dict.fromkeys(filter(None, lines)))
-
-
-@pytest.mark.parametrize("content", FILES)
-def test_malformed_file_is_named_with_its_error(content: str, tmp_path: Path) -> None:
-    (path := tmp_path / "mine.yaml").write_text(content)
-    with pytest.raises(ConfigError) as caught:
-        start_in_process("full", "--config", str(path))
-    assert [part for part in FILES[content] if part not in str(caught.value)] == []
 
 
 MOST_BYTES = 2 * 2**30

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import sys
 from pathlib import Path
 
 import pytest
@@ -11,7 +10,7 @@ import yaml
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, PreTrainedTokenizerBase, Qwen3Config
 
-from tests.forked_commands import run_forked
+from tests.forked_commands import tune_run_forked
 from tests.pages.test_documents import ROOT
 from tests.pages.tutorial_model import tiny_tokenizer
 from tests.recipes.running import RELATIVE
@@ -77,17 +76,10 @@ def test_model_of_transformers_trains_resumes_and_saves_like_a_plain_loop(tmp_pa
     shutil.copy(EXAMPLES / "hf_components.py", tmp_path)
     (tmp_path / "train.jsonl").write_text("".join(f"{json.dumps({'messages': chat(i)})}\n" for i in range(SAMPLES)))
 
-    command = [
-        str(Path(sys.executable).with_name("tune")),
-        "run",
-        "--nproc_per_node",
-        str(ranks),
-        "adaptive_full_finetune_distributed",
-        "--config",
-    ]
+    command = ("adaptive_full_finetune_distributed", "--config", "mine.yaml")
     for epochs in (1, 2):
         write_inputs(tmp_path, kind, ranks, epochs)
-        done = run_forked([*command, "mine.yaml"], cwd=tmp_path, timeout_s=120)
+        done = tune_run_forked(*command, ranks=ranks, cwd=tmp_path, timeout_s=120)
         assert done.status == 0, done.output
     assert "resuming from" in done.output
 

@@ -6,7 +6,6 @@ its batch. Each run is therefore compared with a run of torchtune's recipe that 
 """
 
 from pathlib import Path
-from typing import NamedTuple
 from unittest import mock
 
 import pytest
@@ -28,15 +27,9 @@ RUNS: dict[str, tuple[str, ...]] = {
 }
 
 
-class Runs(NamedTuple):
-    folder: Path
-
-    def log(self, name: str) -> list[dict[str, float]]:
-        return read_log(self.folder / name / "log.jsonl")
-
-    def rows(self, name: str) -> int:
-        """Return the rows of the batches in which images are padded."""
-        return ROWS_PER_STEP if name == "budget" else ROWS
+def padded_rows(name: str) -> int:
+    """Return the rows of the batches in which images are padded."""
+    return ROWS_PER_STEP if name == "budget" else ROWS
 
 
 def config_of(kind: str, folder: Path, *overrides: str) -> DictConfig:
@@ -54,7 +47,6 @@ def config_of(kind: str, folder: Path, *overrides: str) -> DictConfig:
 
 
 def run_all(kind: str, most_images: int, folder: Path) -> None:
-    runs = Runs(folder)
     with (
         mock.patch.object(RandomTiles, "dtype", torch.float32),
         mock.patch.object(stock_configs, "MOST_IMAGES", most_images),
@@ -65,7 +57,7 @@ def run_all(kind: str, most_images: int, folder: Path) -> None:
                 run_ours(kind, cfg)
         # torchtune's masks of several images are wrong
         collate = "collate_fn=torchtune_adaptive.tune.images.collate_images"
-        for rows in sorted({runs.rows(name) for name in RUNS}):
+        for rows in sorted({padded_rows(name) for name in RUNS}):
             sizes = f"batch_size={rows}", f"gradient_accumulation_steps={ROWS_PER_STEP // rows}"
             cfg = config_of(kind, folder / f"stock {rows}", *sizes, *([collate] if most_images > 1 else []))
             with offline(cfg, 2, STEPS):
@@ -73,24 +65,25 @@ def run_all(kind: str, most_images: int, folder: Path) -> None:
 
 
 @pytest.fixture(scope="module", params=[("full", 1), ("lora", 2)], ids=["full-one-image", "lora-two-images"])
-def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Runs:
+def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     kind, most_images = request.param
     folder = tmp_path_factory.mktemp(kind)
     cfg = config_of(kind, folder / "weights")
     import_model(cfg)
     write_checkpoint(cfg)
     run_on_ranks(2, run_all, kind, most_images, folder, timeout_s=100, in_group=False)
-    return Runs(folder)
+    return folder
 
 
 @pytest.mark.smoke("full-one-image-recovered")
 @pytest.mark.parametrize("name", RUNS)
-def test_every_step_has_the_figures_of_the_stock_recipe(runs: Runs, name: str) -> None:
-    stock, ours = runs.log(f"stock {runs.rows(name)}"), runs.log(name)
+def test_every_step_has_the_figures_of_the_stock_recipe(runs: Path, name: str) -> None:
+    stock, ours = (read_log(runs / each / "log.jsonl") for each in (f"stock {padded_rows(name)}", name))
     assert len(ours) == len(stock) == STEPS
     assert_same_figures(ours, stock, ("step", "loss", "grad_norm", "lr"), rel=RELATIVE)
 
 
-def test_steps_are_repeated_in_smaller_microbatches_without_a_search(runs: Runs) -> None:
-    assert runs.log("recovered")[-1]["oom_recoveries"] > 0
-    assert runs.log("recovered")[-1]["microbatch_rows"] < ROWS
+def test_steps_are_repeated_in_smaller_microbatches_without_a_search(runs: Path) -> None:
+    last = read_log(runs / "recovered" / "log.jsonl")[-1]
+    assert last["oom_recoveries"] > 0
+    assert last["microbatch_rows"] < ROWS

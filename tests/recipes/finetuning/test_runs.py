@@ -292,13 +292,8 @@ def test_custom_recipe_learns_from_a_teacher_and_limits_survive_a_stop(runs: Run
         assert ours["microbatch_rows"] == other["microbatch_rows"] / 2
 
 
-def twice(epoch: int, batch_size: int) -> int:
-    """A `batch_increase_function`."""
-    return batch_size if epoch == 1 else 0
-
-
 @pytest.mark.parametrize(
-    ("growth", "most"), [((), 8), (("epochs=2", f"batch_increase_function={HERE}.twice"), 16)], ids=["", "growing"]
+    ("growth", "most"), [((), 8), (("epochs=2", f"batch_increase_function={HERE}.double"), 16)], ids=["", "growing"]
 )
 def test_measurement_has_at_most_the_rows_of_a_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, growth: tuple[str, ...], most: int

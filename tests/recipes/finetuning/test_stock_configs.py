@@ -46,7 +46,7 @@ def test_every_step_has_a_finite_loss_and_the_weights_described_by_the_config_ar
     losses = logged_losses(cfg)
     assert len(losses) >= steps_of(cfg)
     assert torch.tensor(losses).isfinite().all()
-    before = first_weights(cfg)
+    before = read_weights(cfg, Path(cfg.checkpointer.checkpoint_dir), file_names(cfg))
     if stock.is_lora:
         adapter = torch.load(epoch_folder(cfg) / "adapter_model.pt", weights_only=True)
         assert adapter.keys() == get_adapter_state_dict(built(cfg).state_dict()).keys()
@@ -58,7 +58,8 @@ def test_every_step_has_a_finite_loss_and_the_weights_described_by_the_config_ar
     if cfg.get("save_adapter_weights_only", False):
         assert not list(epoch_folder(cfg).glob("model-*"))
         return
-    after = saved_weights(cfg)
+    files = sorted(path.name for path in epoch_folder(cfg).glob("model-*-of-*"))
+    after = read_weights(cfg, epoch_folder(cfg), files)
     assert after.keys() == before.keys()
     assert all(weight.isfinite().all() for weight in after.values())
     if not stock.is_lora:
@@ -80,15 +81,6 @@ def logged_losses(cfg: DictConfig) -> list[float]:
 
 def epoch_folder(cfg: DictConfig) -> Path:
     return Path(cfg.output_dir) / "epoch_0"
-
-
-def first_weights(cfg: DictConfig) -> dict[str, torch.Tensor]:
-    return read_weights(cfg, Path(cfg.checkpointer.checkpoint_dir), file_names(cfg))
-
-
-def saved_weights(cfg: DictConfig) -> dict[str, torch.Tensor]:
-    files = sorted(path.name for path in epoch_folder(cfg).glob("model-*-of-*"))
-    return read_weights(cfg, epoch_folder(cfg), files)
 
 
 def read_weights(cfg: DictConfig, folder: Path, files: list[str]) -> dict[str, torch.Tensor]:

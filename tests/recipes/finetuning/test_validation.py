@@ -87,15 +87,14 @@ def logged(folder: Path, *, validations: bool) -> list[dict[str, float]]:
     return [line for line in read_log(folder / "log.jsonl") if ("val_loss" in line) == validations]
 
 
-def model_with(cfg: DictConfig, *files: Path) -> Any:
+def model_with(cfg: DictConfig, file: Path) -> Any:
     """Return the stock model with weights that a run has saved."""
     section = cfg.model.copy()
     if "lora_attn_modules" in section:  # the saved weights are merged
         section = DictConfig({key: value for key, value in section.items() if "lora" not in key})
         section._component_ = section._component_.replace("lora_", "")
     model = config.instantiate(section)
-    for file in files:
-        model.load_state_dict(torch.load(file, weights_only=True))
+    model.load_state_dict(torch.load(file, weights_only=True))
     return model.eval()
 
 

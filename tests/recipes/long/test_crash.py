@@ -61,8 +61,10 @@ def test_run_killed_or_stopped_repeatedly_ends_like_an_undisturbed_run(
     assert tally.counts[ended] >= least, tally.summary()
 
 
-def change_files(room: Path) -> None:
-    """Perform one of each operation of a save."""
+def hooked(order: Order) -> None:
+    """Perform one of each operation of a save under the hook."""
+    room = Path(order.watched) / "room"
+    hook.install(order, 0)
     with (room / "draft.pt").open("wb") as file:
         torch.save({"weight": torch.ones(1000)}, file)
     with (room / "draft.json").open("w") as file:
@@ -81,11 +83,6 @@ OPERATIONS_OF_A_SAVE = [
     *("link room/latest", "mkdir room/old/inner", "mkdir room/old", "mkdir room/old/inner"),
     *("rmdir room/old/inner", "rmdir room/old", "unlink room/draft.pt"),
 ]
-
-
-def hooked(order: Order) -> None:
-    hook.install(order, 0)
-    change_files(Path(order.watched) / "room")
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,5 @@
-"""What the start of a run checks: another run in its folder, a disk that ranks do not share, and generated weights; and
-resuming on another number of ranks. tests/recipes/long/test_crash.py resumes on the same ranks.
+"""What the start of a run checks: another run in its folder, and a disk that ranks do not share; and resuming on
+another number of ranks. tests/recipes/long/test_crash.py resumes on the same ranks.
 """
 
 import json
@@ -42,15 +42,6 @@ def test_second_run_in_a_folder_names_the_first_and_changes_no_file(tmp_path: Pa
     assert condition_of(out)[0] is Condition.FINISHED
 
 
-def test_run_resumes_with_the_frozen_weights_generated_by_its_first_start(tmp_path: Path) -> None:
-    assert not (tmp_path / "weights").exists()
-    for epochs in (1, 2):
-        overrides = (*RUN, "resume_from_checkpoint=auto", f"epochs={epochs}")
-        [ended] = run_as_command(1, "lora", tmp_path / "run", *overrides)
-        assert ended.status == 0, ended.output
-    assert (tmp_path / "run" / "out" / "epoch_1").is_dir()
-
-
 def start_on_a_separate_disk(folder: Path) -> str:
     own = folder / f"disk_{dist.get_rank()}"
     (own / ".saving").mkdir(parents=True)  # left by an earlier run
@@ -72,24 +63,20 @@ NUMBERED = (
 )
 
 
-def noting_numbers(path: Path, recipe: Any) -> None:
-    """From here on, record the samples of each step of this rank."""
+def train_numbered(folder: Path, stop_before: int | None, options: Sequence[str]) -> None:
+    """Collective: train, with a file of sample numbers for each rank."""
+    recipe = load_ours("full")(demo_config("full", folder, *NUMBERED, *options))
+    recipe.setup()
+    path = folder / f"numbers-{os.environ['WORLD_SIZE']}-{os.environ['RANK']}.jsonl"
     run = recipe.runner.run
 
-    def noting(samples: Sequence[Any], *, step: int, **options: Any) -> Any:
-        result = run(samples, step=step, **options)
+    def noting(samples: Sequence[Any], *, step: int, **others: Any) -> Any:
+        result = run(samples, step=step, **others)
         with path.open("a", encoding="utf-8") as file:
             file.write(json.dumps([step, [number_of(sample) for sample in samples]]) + "\n")
         return result
 
     recipe.runner.run = noting
-
-
-def train_numbered(folder: Path, stop_before: int | None, options: Sequence[str]) -> None:
-    """Collective: train, with a file of sample numbers for each rank."""
-    recipe = load_ours("full")(demo_config("full", folder, *NUMBERED, *options))
-    recipe.setup()
-    noting_numbers(folder / f"numbers-{os.environ['WORLD_SIZE']}-{os.environ['RANK']}.jsonl", recipe)
     train_until(recipe, recipe.runner, stop_before)
 
 

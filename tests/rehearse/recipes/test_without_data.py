@@ -14,7 +14,7 @@ from omegaconf import OmegaConf
 
 from tests.null.processes import skip_without_null_device
 from tests.rehearse.conftest import run_program
-from tests.rehearse.recipes.two_ranks import GPU, command, errors_and_flushes, rehearsed, trained
+from tests.rehearse.recipes.two_ranks import GPU, SIZES, command, errors_and_flushes, rehearsed, trained
 from torchtune_adaptive.config.command_line import locate
 from torchtune_adaptive.config.stand_ins import with_stand_ins
 from torchtune_adaptive.errors import ConfigError
@@ -24,17 +24,11 @@ from torchtune_adaptive.rehearse.result import COMPARED, RehearsalResult
 from torchtune_adaptive.rehearse.sweep import compare
 
 GIB = 2**30
-SMALL = ("model.num_layers=2", "model.embed_dim=1024", "model.intermediate_dim=4096", "model.max_seq_len=4096")
 
 
-@pytest.fixture(autouse=True, scope="module")
-def null_device() -> None:
-    skip_without_null_device()
-
-
-def answer(recipe: str, config: str, *words: str, memory: str, ranks: int = 2) -> Any:
+def answer(recipe: str, config: str, *words: str, memory: str) -> Any:
     program = ("tune-adaptive", "rehearse", "--without-data", "--format", "json")
-    options = ("--memory", memory, "--ranks", str(ranks), "--steps", "2", "--", "tune", "run")
+    options = ("--memory", memory, "--ranks", "2", "--steps", "2", "--", "tune", "run")
     config_words = (recipe, "--config", config, "device=cuda", "adaptive.memory_limit=null", *words)
     ended = run_program(Path.cwd(), *program, *options, *config_words)
     assert ended.returncode == 0, ended.stderr
@@ -43,7 +37,7 @@ def answer(recipe: str, config: str, *words: str, memory: str, ranks: int = 2) -
 
 @pytest.mark.smoke
 def test_predicted_memory_is_that_of_a_run_with_the_chosen_batch_size() -> None:
-    words = (*SMALL, "adaptive.sequence_length=512", "gradient_accumulation_steps=1")
+    words = (*SIZES, "adaptive.sequence_length=512", "gradient_accumulation_steps=1")
     full = partial(answer, "adaptive_full_finetune_distributed", "adaptive/demo/full", *words, memory="6GiB")
     chosen = full("use_maximum_batch_size=True")
     (search,) = chosen["searches"]
@@ -116,12 +110,14 @@ def rehearse_and_end_parent(words: list[str], card: Gpu, ranks: int) -> Rehearsa
 
 
 def test_signal_ends_all_rehearsals() -> None:
+    skip_without_null_device()
     words = command(locate("adaptive/demo/full"), "device=cuda")
     with pytest.raises(KeyboardInterrupt):
         compare(rehearse_and_end_parent, words, [GPU], [1, 2, 4])
 
 
 def test_recoveries_and_flushes_are_those_of_a_run_on_two_ranks() -> None:
+    skip_without_null_device()
     found, ranks = rehearsed(12, alike=True), trained(12, alike=True)
     assert len(ranks) == 2
     for rank in ranks:

@@ -1,6 +1,5 @@
 """Checkpoints with small files, as a run would write them."""
 
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,11 +25,9 @@ def marked(directory: Path) -> OutputDirectory:
     return here
 
 
-def stage(
-    directory: Path, name: str, serial: int = 0, *, content: Mapping[str, bytes] = CONTENT, **changes: Any
-) -> Path:
+def stage(directory: Path, name: str, serial: int = 0, **changes: Any) -> Path:
     folder = marked(directory).staging / name
-    for file, data in content.items():
+    for file, data in CONTENT.items():
         (folder / file).parent.mkdir(parents=True, exist_ok=True)
         (folder / file).write_bytes(data)
     write_manifest(folder, replace(manifest(serial, **changes), files=record_files(folder)))

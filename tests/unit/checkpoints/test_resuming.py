@@ -19,8 +19,6 @@ from torchtune_adaptive.checkpoints.store import Files, Position
 from torchtune_adaptive.config.checks import read_full_settings
 from torchtune_adaptive.errors import ConfigError, RunFinished
 
-ADAPTER = {"adapter_model.pt": b"adapter", "recipe_state.pt": b"state"}
-
 
 def config(directory: Path, *overrides: str) -> DictConfig:
     base = {
@@ -43,9 +41,8 @@ def config(directory: Path, *overrides: str) -> DictConfig:
     return merged
 
 
-def start(directory: Path, *overrides: str, recipe: str = "full", steps: Callable[[int], int] | None = None) -> Start:
-    cfg = config(directory, *overrides)
-    return decide(read_full_settings(cfg), recipe, steps)
+def start(directory: Path, *overrides: str, steps: Callable[[int], int] | None = None) -> Start:
+    return decide(read_full_settings(config(directory, *overrides)), "full", steps)
 
 
 def saved(directory: Path, name: str, serial: int = 0, *, recipe: str = "full", epochs: int = 1, **others: Any) -> Path:

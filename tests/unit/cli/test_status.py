@@ -97,18 +97,13 @@ def test_run_without_a_complete_checkpoint_is_broken_and_advised_no_refused_comm
     assert f"skipped: {run_folder / 'step_2'} is damaged: recipe_state.pt is missing" in report
 
 
-@pytest.mark.parametrize("missing", [True, False])
-def test_folder_without_a_run_is_reported(missing: bool, tmp_path: Path, status: Status) -> None:
-    code, report = status(tmp_path / "none" if missing else tmp_path)
-    assert code == BROKEN
-    assert report == (f"{tmp_path / 'none'} is not a folder\n" if missing else f"{tmp_path} contains no run\n")
-
-
-def test_folder_that_cannot_be_listed_is_reported(
+def test_folder_without_a_run_is_reported_with_the_reason(
     tmp_path: Path, status: Status, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    assert status(tmp_path / "none") == (BROKEN, f"{tmp_path / 'none'} is not a folder\n")
+    assert status(tmp_path) == (BROKEN, f"{tmp_path} contains no run\n")
     monkeypatch.setattr(os, "listdir", mock.Mock(side_effect=PermissionError(13, "Permission denied")))
-    assert status(tmp_path) == (1, f"{tmp_path} cannot be read: Permission denied\n")
+    assert status(tmp_path) == (BROKEN, f"{tmp_path} cannot be read: Permission denied\n")
 
 
 def test_running_run_is_reported_as_running(run_folder: Path, status: Status) -> None:

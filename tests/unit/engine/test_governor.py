@@ -69,11 +69,6 @@ class Run:
 
 SURFACE = SurfaceLimit({"layers": Surface(fixed_bytes=10_000, bytes_per_token=10)}, budget_bytes=20_000)
 allowed_limits = st.sampled_from([RowLimit(64), RowLimit(5), TokenLimit(1000), SURFACE])
-FAILURES = {
-    "out of memory": Run.out_of_memory,
-    "thrashing": partial(Run.retries, steps=2),
-    "one row": Run.one_row_fails,
-}
 histories = st.lists(
     st.integers(1, 3 * AFTER).map(lambda steps: [Run.quiet] * steps)
     | st.sampled_from([Run.retries, Run.out_of_memory, Run.one_row_fails, Run.once_reduced_step_fails]).map(
@@ -136,8 +131,8 @@ def test_thrashing_at_the_smallest_limit_is_reported_once():
     assert (run.rows, run.kinds) == (1, [THRASHING])
 
 
-@pytest.mark.parametrize("failure", FAILURES)
-def test_wait_doubles_after_a_failure_on_probation_and_is_normal_after_a_later_one(failure: str):
+@pytest.mark.parametrize("fail", [Run.out_of_memory, partial(Run.retries, steps=2), Run.one_row_fails])
+def test_wait_doubles_after_a_failure_on_probation_and_is_normal_after_a_later_one(fail: Callable[[Run], None]):
     run = Run()
     run.out_of_memory()
     for wait in (AFTER, 2 * AFTER, 4 * AFTER):
@@ -145,7 +140,7 @@ def test_wait_doubles_after_a_failure_on_probation_and_is_normal_after_a_later_o
         assert run.rows == 4
         run.quiet()
         assert run.rows == 8
-        FAILURES[failure](run)
+        fail(run)
         assert run.rows == 4
     run.quiet(8 * AFTER + 3 * AFTER)
     run.out_of_memory()
@@ -211,10 +206,8 @@ def test_failure_of_several_rows_is_not_a_single_row_failure(order: tuple[int, i
 
 
 def test_resumed_governor_waits_according_to_its_own_regrow_after():
-    before = Governor(RowLimit(8), regrow_after=200)
-    before.out_of_memory({0: MicrobatchSize(8, 16)}, step=1)
-    resumed = Governor(RowLimit(8), regrow_after=1)
-    resumed.restore(before.state())
-    change = resumed.completed(2, {})
-    assert change is not None
-    assert change.kind == GROWTH
+    before, resumed = Run(regrow_after=200), Run(regrow_after=1)
+    before.out_of_memory()
+    resumed.governor.restore(before.governor.state())
+    resumed.quiet()
+    assert resumed.kinds == [GROWTH]

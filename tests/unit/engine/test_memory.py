@@ -1,6 +1,7 @@
 """Memory of the CPU meter, and gauges; tests/null/test_memory.py tests the memory of a card."""
 
 import gc
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -92,6 +93,13 @@ def test_peak_of_a_training_step_agrees_with_the_profiler(foreach: bool):
     with MemoryMeter() as meter:
         train(model, optimizer)
     assert meter.peak_bytes == pytest.approx(expected, rel=0.001)
+
+
+@pytest.fixture
+def one_rank() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
 
 
 @pytest.mark.usefixtures("one_rank")

@@ -25,7 +25,6 @@ from tests.simulated_memory import FakeMemory
 from torchtune_adaptive.engine import snapshot
 from torchtune_adaptive.engine.limits import RowLimit
 from torchtune_adaptive.engine.memory import MemoryMeter
-from torchtune_adaptive.engine.plans import SampleKind
 from torchtune_adaptive.engine.probes import (
     PhaseMeter,
     ProbeReport,
@@ -96,7 +95,8 @@ def test_one_row_that_does_not_fit_is_an_error_with_all_numbers(strategy: str, s
             search_within(trained.step(), meter, cap, strategy=strategy, max_rows=8)
     told = re.findall(r"(?:needs|budget is) ([\d.]+ \w+)", raised.value.fact)
     assert [parse_size(each, "").amount for each in told] == pytest.approx([need, cap], abs=200)
-    assert raised.value.remedies == ONE_ROW_REMEDIES if trained.runner.trains else without_backward(ONE_ROW_REMEDIES)
+    remedies = ONE_ROW_REMEDIES if trained.runner.trains else without_backward(ONE_ROW_REMEDIES)
+    assert raised.value.remedies == remedies
 
 
 @pytest.mark.parametrize(
@@ -246,13 +246,6 @@ OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {
 }
 
 
-def with_negative_zeros(trained: Trained) -> Trained:
-    with torch.no_grad():
-        for parameter in trained.model.parameters():
-            parameter.view(-1)[::3] = -0.0
-    return trained
-
-
 def state_tensors(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     return [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
 
@@ -262,7 +255,9 @@ def state_tensors(optimizer: torch.optim.Optimizer) -> list[Tensor]:
 def test_search_restores_everything_bitwise(kind: str, resumed: bool):
     optimizer, options = OPTIMIZERS[kind]
     with MemoryMeter() as meter:
-        trained = with_negative_zeros(Trained(Shape(), optimizer, options))
+        trained = Trained(Shape(), optimizer, options)
+        for parameter in trained.model.parameters():
+            parameter.data.view(-1)[::3] = -0.0
         if resumed:
             trained.train([2])
         before = state_of(trained)
@@ -297,16 +292,11 @@ def test_search_copies_to_the_host_only_what_it_must(
     assert abs(sum(copied) - copies * weights_bytes) < 1000, "buffers are copied, too, and zeros are not"
 
 
-BAD_UPDATES = {
-    "NaN": None,
-    "update fails": UnrecoverableError,
-    "too little memory": OneRowDoesNotFitError,
-}
-"""The error of each."""
-
-
-@pytest.mark.parametrize("bad", BAD_UPDATES)
-def test_search_with_bad_gradients_or_without_a_result_restores_everything(bad: str):
+@pytest.mark.parametrize(
+    ("bad", "error"),
+    [("NaN", None), ("update fails", UnrecoverableError), ("too little memory", OneRowDoesNotFitError)],
+)
+def test_search_with_bad_gradients_or_without_a_result_restores_everything(bad: str, error: type[Exception] | None):
     def update(result: Any) -> None:
         if bad == "NaN":
             trained.model.head.weight.grad.fill_(torch.nan)
@@ -317,7 +307,7 @@ def test_search_with_bad_gradients_or_without_a_result_restores_everything(bad: 
     with MemoryMeter() as meter:
         trained = Trained(Shape())
         trained.train([2])
-        before, error = state_of(trained), BAD_UPDATES[bad]
+        before = state_of(trained)
         with pytest.raises(error) if error else nullcontext():
             search_within(
                 replace(trained.step(), update=update),
@@ -332,13 +322,8 @@ class InBackward(Trained):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.runner = StepRunner(
-            self.model,
-            self.forward_backward,
-            limit=RowLimit(1),
-            kind=SampleKind(length_of=len, filler=lambda tokens: tokens[:2]),
-            recovery=Recovery(self.model, enabled=False),
-        )
+        kind, recovery = self.runner.kind, Recovery(self.model, enabled=False)
+        self.runner = StepRunner(self.model, self.forward_backward, limit=RowLimit(1), kind=kind, recovery=recovery)
         self.optimizers = {p: torch.optim.AdamW([p], lr=0.01) for p in self.model.parameters()}
         for parameter in self.model.parameters():
             parameter.register_post_accumulate_grad_hook(self._update)

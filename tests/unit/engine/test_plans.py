@@ -108,11 +108,6 @@ def test_limit_grows_back_by_the_rows_it_lost():
         limit = smaller
 
 
-def test_surface_shrinks_its_growing_part_only():
-    limit = SurfaceLimit({"layers": Surface(fixed_bytes=1000, bytes_per_token=1)}, budget_bytes=1400)
-    assert limit.after_oom(4, 100) == SurfaceLimit(limit.surfaces, budget_bytes=1300)
-
-
 @given(limits)
 def test_longest_row_is_the_last_that_fits(limit: Limit):
     longest = longest_row(limit, at_most=10_000)
@@ -135,11 +130,6 @@ limits_by_length = st.integers(LONGEST, 100_000).map(TokenLimit) | st.builds(
 
 def numbers(plan: Plan) -> list[int]:
     return [index for microbatch in plan for index in microbatch]
-
-
-def within(plan: Plan, lengths: list[int], limit: Limit, *, padded: bool) -> bool:
-    """Check the limit, except for single samples, which cannot be made smaller."""
-    return all(limit.fits(*size_of(rows, lengths, padded=padded)) for rows in plan if len(rows) > 1)
 
 
 @given(lengths_of_a_step, st.integers(1, 70))
@@ -165,7 +155,8 @@ def test_every_sample_runs_once_within_the_limit_after_spreading(
     assert len(spread_out) == len(plan) + more
     for each in (plan, spread_out):
         assert sorted(numbers(each)) == list(range(len(lengths)))
-        assert within(each, lengths, limit, padded=padded)
+        # single samples cannot be made smaller
+        assert all(limit.fits(*size_of(rows, lengths, padded=padded)) for rows in each if len(rows) > 1)
     assert all(spread_out) or all(len(microbatch) <= 1 for microbatch in spread_out), (
         "empty where others are not single"
     )

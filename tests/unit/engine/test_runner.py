@@ -48,13 +48,6 @@ def gradients(model: nn.Module) -> list[Tensor]:
     return [parameter.grad for parameter in model.parameters()]
 
 
-def undisturbed(rows: int) -> tuple[list[Tensor], float]:
-    model = a_model()
-    torch.manual_seed(1)
-    result = runner_of(model, rows).run(SAMPLES, step=0)
-    return gradients(model), result.loss_sum.item()
-
-
 def test_closed_runner_refuses_to_run():
     runner = runner_of(a_model(), rows=2)
     runner.close()
@@ -96,7 +89,9 @@ def test_keeping_the_error_does_not_keep_the_failed_pass():
 
 
 def test_run_ends_at_one_row_that_does_not_fit_and_continues_once_the_caller_has_freed_memory():
-    expected, loss_sum = undisturbed(rows=1)
+    undisturbed = a_model()
+    torch.manual_seed(1)
+    loss_sum = runner_of(undisturbed, 1).run(SAMPLES, step=0).loss_sum.item()
     runner = runner_of(model := a_model(), 8, on_change=(changes := []).append)
     torch.manual_seed(1)
     with MemoryMeter(cap_bytes=100) as meter:
@@ -110,7 +105,7 @@ def test_run_ends_at_one_row_that_does_not_fit_and_continues_once_the_caller_has
         result = runner.run(SAMPLES, step=3)
     assert (runner.limit, runner.recoveries, result.recoveries) == (RowLimit(1), 4, 0)
     assert (result.target_tokens, result.microbatches, result.loss_sum.item()) == (8, 8, loss_sum)
-    assert all(map(torch.equal, gradients(model), expected))
+    assert all(map(torch.equal, gradients(model), gradients(undisturbed)))
 
 
 def test_error_of_a_forward_only_stage_names_memory_but_not_checkpointing():

@@ -12,7 +12,6 @@ from torchtune_adaptive.engine.length_profile import _PADDED, MOST_CHECKS, Profi
 from torchtune_adaptive.engine.limits import UNBOUNDED_ROWS, Limit, Surface, fit_surface, raised_above
 from torchtune_adaptive.engine.search import Budget, Peak, one_row_error
 from torchtune_adaptive.errors import OneRowDoesNotFitError
-from torchtune_adaptive.formatting import format_apart
 
 POINTS = [(1, 4096), (3, 4096), (12, 1024), (48, 256), (12, 256), (3, 2048)]
 surfaces = st.builds(Surface, st.floats(1e6, 1e9), st.floats(0, 1e3), st.floats(100, 1e6), st.floats(0, 50))
@@ -180,11 +179,9 @@ def test_probe_with_allocator_retries_is_over_the_limit() -> None:
     assert all(limit.rows_at(length) * length <= 9000 for length in (64, 256, 1024))
 
 
-def test_sample_too_long_for_the_device_is_reported_with_its_need() -> None:
-    device = Device(1_000_000, Surface(10_000, 0, 1000))
-    need, budget = format_apart(device.need(1, 3000), device.budget_bytes)
-    with pytest.raises(OneRowDoesNotFitError, match=f"needs {need} .* budget is {budget}"):
-        device.profile(3000)
+def test_sample_too_long_for_the_device_is_an_error() -> None:
+    with pytest.raises(OneRowDoesNotFitError):
+        Device(1_000_000, Surface(10_000, 0, 1000)).profile(3000)
 
 
 joined_devices = st.builds(

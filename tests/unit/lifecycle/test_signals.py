@@ -87,32 +87,20 @@ def test_signal_to_a_forked_worker_ends_only_the_worker() -> None:
     assert (ended.returncode, ended.stdout) == (0, f"{int(signal.SIGTERM)} None\n"), ended.stderr
 
 
-@pytest.fixture
-def attempt(tmp_path: Path) -> Path:
-    """torchrun's folder, with those of two ranks."""
+@pytest.mark.parametrize("how", ["gone", "has reported it"])
+def test_rank_with_a_failed_peer_ends_silently(how: str, tmp_path: Path) -> None:
+    """The folder is torchrun's, with those of two ranks."""
     for rank in range(2):
         (tmp_path / str(rank)).mkdir()
     (tmp_path / "0" / torchrun.PID_FILE).write_text(str(os.getpid()))
-    return tmp_path
-
-
-def rank_0(attempt: Path) -> dict[str, str]:
-    return {"TORCHELASTIC_ERROR_FILE": str(attempt / "0" / "error.json"), "LOCAL_RANK": "0"}
-
-
-def gone() -> int:
-    process = subprocess.Popen([sys.executable, "-c", ""])
-    process.wait(20 * PATIENCE)
-    return process.pid
-
-
-@pytest.mark.parametrize("how", ["gone", "has reported it"])
-def test_rank_with_a_failed_peer_ends_silently(how: str, attempt: Path) -> None:
     if how == "gone":
-        (attempt / "1" / torchrun.PID_FILE).write_text(str(gone()))
+        peer = subprocess.Popen([sys.executable, "-c", ""])
+        peer.wait(20 * PATIENCE)
+        (tmp_path / "1" / torchrun.PID_FILE).write_text(str(peer.pid))
     else:
-        (attempt / torchrun.REPORTED_FILE).touch()
-    ended = python("os.kill(me, signal.SIGTERM); time.sleep(60)", **rank_0(attempt))
+        (tmp_path / torchrun.REPORTED_FILE).touch()
+    rank_0 = {"TORCHELASTIC_ERROR_FILE": str(tmp_path / "0" / "error.json"), "LOCAL_RANK": "0"}
+    ended = python("os.kill(me, signal.SIGTERM); time.sleep(60)", **rank_0)
     assert (ended.returncode, ended.stdout, ended.stderr) == (128 + signal.SIGTERM, "", "")
 
 

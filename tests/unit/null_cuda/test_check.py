@@ -11,16 +11,16 @@ Line = tuple[object, ...]
 ONE, TWO = "stream 1", "stream 2"
 
 
-def create(group: str, rank: int, size: int = 2) -> Line:
-    return "host", group, rank, size, "creates it", "", ""
+def create(group: str, rank: int) -> Line:
+    return "host", group, rank, 2, "creates it", "", ""
 
 
 def reduce(group: str, stream: str, launch: int, count: int = 8, *, at: str = "train.py:5") -> Line:
     return "call", group, "", "", f"all_reduce of {count} float32, sum", at, stream, launch
 
 
-def send(peers: str, launch: int, *, verb: str = "sends", stream: str = ONE) -> Line:
-    return "call", "a", peers, verb, "a message of 4 int64", "", stream, launch
+def send(peers: str, launch: int, *, verb: str = "sends") -> Line:
+    return "call", "a", peers, verb, "a message of 4 int64", "", ONE, launch
 
 
 def problems_of(folder: Path, *ranks: list[Line]) -> list[str]:

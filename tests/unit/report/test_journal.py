@@ -26,12 +26,10 @@ def recovery(step: int, **others: Any) -> Change:
     return Change(kind=RECOVERY, step=step, reason="out of memory", unit="rows", before=8, after=4, **others)
 
 
-def write_a_run(directory: Path, steps: int = 3) -> None:
-    if not directory.exists():
-        directory.mkdir()
+def write_a_run(directory: Path) -> None:
     journal = Journal(directory)
     journal.start(0)
-    for step in range(1, steps + 1):
+    for step in range(1, 4):
         journal.step(step, {"loss": 1.0})
         journal.event(recovery(step))
 

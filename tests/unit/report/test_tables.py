@@ -1,25 +1,20 @@
 """Tables of searches and profiles."""
 
 from tests.simulated_memory import always_fits
-from torchtune_adaptive.engine.length_profile import Profile, SampleLengths, measure_profile
-from torchtune_adaptive.engine.search import Budget, Peak, SearchResult, search
+from torchtune_adaptive.engine.length_profile import SampleLengths, measure_profile
+from torchtune_adaptive.engine.search import Budget, Peak, search
 from torchtune_adaptive.report.tables import profile_table, search_table
 
 GIB = 2**30
 
 
-def measured(rows: int) -> Peak:
-    peaks = {1: 38.4, 2: 42.9, 8: 69.7}
-    seconds = {1: 1.9, 2: 2.2, 8: 5.8}
-    return Peak({"backward": int(peaks[rows] * GIB)}, fits=True, seconds=seconds[rows])
-
-
-def example() -> SearchResult:
-    return search(measured, Budget(int(75.2 * GIB)), no_fit_error=always_fits)
-
-
 def test_table_is_the_documented_one() -> None:
-    assert search_table(example(), 4096) == (
+    def measure(rows: int) -> Peak:
+        peak, seconds = {1: (38.4, 1.9), 2: (42.9, 2.2), 8: (69.7, 5.8)}[rows]
+        return Peak({"backward": int(peak * GIB)}, fits=True, seconds=seconds)
+
+    found = search(measure, Budget(int(75.2 * GIB)), no_fit_error=always_fits)
+    assert search_table(found, 4096) == (
         "batch search · linear · 4096 tokens · budget 75.2 GiB a rank\n"
         "  rows   peak       of budget   time\n"
         "  1      38.4 GiB     51 %      1.9 s\n"
@@ -28,15 +23,12 @@ def test_table_is_the_documented_one() -> None:
     )
 
 
-def profiled() -> Profile:
+def test_table_of_a_profile_has_rows_lengths_and_the_error() -> None:
     def measure(rows: int, length: int) -> Peak:
         return Peak({"layers": GIB + rows * length * 2**20, "update": 3 * GIB // 2}, fits=True, seconds=0.5)
 
-    return measure_profile(measure, Budget(6 * GIB, GIB), SampleLengths(1024), no_fit_error=always_fits, most_rows=512)
-
-
-def test_table_of_a_profile_has_rows_lengths_and_the_error() -> None:
-    lines = profile_table(profiled()).splitlines()
+    found = measure_profile(measure, Budget(6 * GIB, GIB), SampleLengths(1024), no_fit_error=always_fits, most_rows=512)
+    lines = profile_table(found).splitlines()
     assert lines[0] == "token budget · 7 probes · budget 6.0 GiB a rank"
     assert lines[2] == "  1      1024     1024     2.0 GiB     33 %      0.5 s"
     assert sum(line.endswith("held out") for line in lines) == 2

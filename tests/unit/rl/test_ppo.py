@@ -36,20 +36,20 @@ def drawn(seed: int) -> Tensor:
     return torch.randn(ANSWERS.shape, generator=torch.Generator().manual_seed(seed))
 
 
-def rollouts(scores: Tensor, reference: Tensor, answers: Tensor = ANSWERS) -> list[Rollout]:
+def rollouts(scores: Tensor, reference: Tensor) -> list[Rollout]:
     """Return rollouts of iteration 5 after all stages without a backward."""
-    lengths = lengths_of(answers, [STOP])
+    lengths = lengths_of(ANSWERS, [STOP])
     made = [
         Rollout(at, 5, torch.arange(3), answer, length)
-        for at, (answer, length) in enumerate(zip(answers, lengths, strict=True))
+        for at, (answer, length) in enumerate(zip(ANSWERS, lengths, strict=True))
     ]
     counts = counts_of(made)
     valued = valued_of(counts)
     results = {
         SCORE: scores,
-        LOG_PROBS: drawn(0)[: len(answers), : answers.size(1)] * counts,
+        LOG_PROBS: drawn(0) * counts,
         REFERENCE_LOG_PROBS: reference * counts,
-        VALUES: drawn(2)[: len(answers), : answers.size(1)] * valued,
+        VALUES: drawn(2) * valued,
     }
     for at, each in enumerate(made):
         each.results |= {name: of[at] for name, of in results.items()}

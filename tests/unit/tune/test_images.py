@@ -35,10 +35,6 @@ def sample_of(length: int, *tiles: int) -> Sample:
 SAMPLES = [sample_of(9, 1), sample_of(5, 3), sample_of(12, 2, 1), sample_of(7, 1)]
 
 
-def collated(rows: list[Sample]) -> dict[str, Any]:
-    return collate_images(rows, padding_idx=0, ignore_idx=-100)
-
-
 def test_images_are_padded_to_the_most_tiles_of_their_batch() -> None:
     assert [tiles_of(each) for each in with_equal_tiles(SAMPLES, 4)] == [[3], [3], [3, 3], [3]]
     assert [tiles_of(each) for each in with_equal_tiles(SAMPLES, 1)] == [[1], [3], [2, 2], [1]]
@@ -46,7 +42,8 @@ def test_images_are_padded_to_the_most_tiles_of_their_batch() -> None:
 
 
 def test_tokens_attend_to_their_own_images() -> None:
-    masks = collated(with_equal_tiles(SAMPLES[1:3], 2))["encoder_mask"].unflatten(2, (2, 3, TOKENS_PER_TILE))
+    collated: Any = collate_images(with_equal_tiles(SAMPLES[1:3], 2), padding_idx=0, ignore_idx=-100)
+    masks = collated["encoder_mask"].unflatten(2, (2, 3, TOKENS_PER_TILE))
     assert masks[0, 1:5, 0].all()
     assert not masks[0, 0].any()
     assert not masks[0, :, 1].any(), "the first sample has one image"

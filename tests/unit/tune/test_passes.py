@@ -28,12 +28,6 @@ from torchtune_adaptive.tune.preference import (
 from torchtune_adaptive.tune.samples import PAIR
 
 
-@pytest.fixture
-def activations() -> OffloadActivations:
-    with mock.patch("torch.cuda.default_stream", return_value=SimpleNamespace()):
-        return OffloadActivations(use_pin_memory=False, use_streams=False, min_offload_size=1)
-
-
 def forward(activations: OffloadActivations) -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
     with activations:
@@ -47,7 +41,9 @@ def failing_pass(activations: OffloadActivations) -> None:
         raise torch.OutOfMemoryError("no room for the backward")
 
 
-def test_activations_stay_offloaded_for_a_backward_but_not_after_a_failed_pass(activations: OffloadActivations) -> None:
+def test_activations_stay_offloaded_for_a_backward_but_not_after_a_failed_pass() -> None:
+    with mock.patch("torch.cuda.default_stream", return_value=SimpleNamespace()):
+        activations = OffloadActivations(use_pin_memory=False, use_streams=False, min_offload_size=1)
     for _ in range(2):  # in the second, torchtune's assertion would find leftovers
         with pytest.raises(torch.OutOfMemoryError):
             failing_pass(activations)

@@ -104,16 +104,6 @@ def test_sample_costs_its_tokens_if_the_cost_of_attention_is_unknown() -> None:
     assert cost_of(strange)(100) == cost_of(nn.Linear(1, 1))(100) == 100
 
 
-class Broken:
-    def __getitem__(self, _: int) -> Any:
-        raise OSError("the index is gone")
-
-
-def test_unreadable_sample_is_named() -> None:
-    with pytest.raises(SampleError, match=r"^sample 0 .*\(OSError: the index is gone\)"):
-        CheckedDataset(Broken())[0]
-
-
 def test_sample_of_another_kind_is_named() -> None:
     with pytest.raises(SampleError, match=r"^sample 0 .*\(KeyError: 'tokens'\)"):
         CheckedDataset([{"chosen_input_ids": [1]}])[0]
