@@ -208,7 +208,7 @@ def glance(folder: Path = RESULTS) -> str:
         ("searches", "the same search by accelerate", f"{slower} × as long, {_search(theirs)}"),
         ("packing", "speed-up by `token_budget: auto`, compared with a fixed number of rows", ", ".join(budgets)),
     )
-    versions = [measured_with(name, folder).partition(" ")[0] for name, _, _ in lines]
+    versions = [measured_with(name, folder).partition(" | ")[0] for name, _, _ in lines]
     cores = machine_of("faults", folder)["cores"]
     head = f"| measured on {cores} CPU cores | [all measurements](docs/measured.md) | torch |\n|---|---|---|\n"
     rows = zip(lines, versions, strict=True)
@@ -356,7 +356,7 @@ def _search(rows: list[Row]) -> str:
     errors = span(row["out of memory"] for row in rows)
     named = "out-of-memory error" if errors == "1" else "out-of-memory errors"
     shares = span(100 * row["rows"] / row["fits"] for row in rows)
-    return f"{errors} {named}, finds {shares} % of the largest size that fits"
+    return f"{errors} {named}, the size found is {shares} % of the largest one that fits"
 
 
 def _rounded(rows: list[Row]) -> str:

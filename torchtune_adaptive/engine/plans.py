@@ -27,8 +27,9 @@ class SampleKind(Generic[Sample]):
     length_of: Callable[[Sample], int]
     """Returns the number of tokens of a sample, for limits by length."""
     filler: Callable[[Sample], Sample]
-    """Returns a small sample without labels that passes through the whole model, for example two tokens. A rank with
-    fewer microbatches than its peers runs it. So does a drain, for a microbatch whose collectives are not recorded."""
+    """Returns a small sample that passes through the whole model, for example two tokens. A drain runs it for a
+    microbatch whose collectives are not recorded. So does a rank with fewer microbatches than its peers, as under a
+    limit by tokens; then it must have no labels."""
     row_lengths_of: Callable[[Sample], Sequence[int]] | None = None
     """Returns the number of tokens of each sequence, for samples of several sequences, such as pairs of answers.
     `length_of` must then return the number for the longest sequence. Such a sample is one row of a RowLimit."""
