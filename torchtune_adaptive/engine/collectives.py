@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import sys
 import zlib
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
@@ -169,6 +170,8 @@ class CollectiveLedger:
         self._records: dict[str, CollectiveRecord] = {}  # by stage
         self._message_counters: list[Callable[[], int]] = []
         # State of the current step and stage:
+        self._stage = ""
+        self._sent_before: Counter[str] | None = None  # messages before this attempt, with ghost passes
         self._record = CollectiveRecord(trained=())
         self._owned = self._roots
         self._groups: dict[Any, None] = {}  # the owned groups in order, with a fast lookup
@@ -219,7 +222,7 @@ class CollectiveLedger:
     ) -> None:
         """Begin an attempt at a step of a stage that owns these models: prepare FSDP, and count collectives from 0.
 
-        With `reduce_once`, only the last microbatch reduce-scatters gradients.
+        With `reduce_once`, only the last of several microbatches reduce-scatters gradients.
         """
         self.position = 0
         self._sent_before = messages() if self._ghosts else None
@@ -229,7 +232,7 @@ class CollectiveLedger:
         self._owned = [root for root in self._roots if root in models]
         self._groups = {group: None for root in self._owned for group in self._groups_of[root]}
         self._replicated = [root for root in self._owned if root in self._with_replicas]
-        self._reducing_once = self._owned if reduce_once and microbatches > 1 else []
+        self._reducing_once = self._owned if reduce_once else []
         for root in self._owned:
             fsdp.prepare(root)
         trained, record = fsdp.trainable(self._groups), self._records.get(stage)
@@ -366,11 +369,6 @@ class CollectiveLedger:
         return not (self._roots or self._ghosts)
 
     @property
-    def attempt_reduces_once(self) -> bool:
-        """True if only the last of several microbatches reduce-scatters gradients in this attempt."""
-        return bool(self._reducing_once)
-
-    @property
     def progress(self) -> int:
         """A number that grows with every collective that this rank issues."""
         return messages().total() if self._ghosts else self.position
@@ -388,14 +386,14 @@ class CollectiveLedger:
             total += sent[group.group_name] * [*weights, -sum(weights)][group.rank()]
         return total
 
-    def drain(self, passes: Sequence[Callable[[], object]], run_filler: Callable[[], object]) -> None:
+    def drain(self, run: Callable[[int | None], object]) -> None:
         """Collective: issue the remaining collectives of this step, so that every peer can finish it.
 
-        `passes` run the microbatches of the step: ghost passes repeat the unfinished ones. `run_filler` runs forward
-        and backward on a filler. It is called for microbatches without a record.
+        `run` runs forward and backward on the microbatch of this number, which a ghost pass repeats, or with None on a
+        filler, for a microbatch without a record.
         """
         if self._ghosts:
-            self._drain_by_ghost_passes(self._ghosts, passes)
+            self._drain_by_ghost_passes(self._ghosts, run)
         if not self._counts:
             return
         if (setting := self._record.varying_setting or fsdp.varying_setting(self._groups)) or self._record.differed:
@@ -415,22 +413,23 @@ class CollectiveLedger:
             issued = max(0, self.position - begins_at)
             schedule = self._record.schedules.get(self._place(number))
             if schedule is None:
-                schedule = self._record_by_filler(number, issued, run_filler)
+                schedule = self._record_by_filler(number, issued, partial(run, None))
                 issued = len(schedule)
             for collective in schedule[issued:]:
                 self._issue_from_record(collective)
             begins_at += len(schedule)
 
-    def _drain_by_ghost_passes(self, ghosts: GhostPasses, passes: Sequence[Callable[[], object]]) -> None:
+    def _drain_by_ghost_passes(self, ghosts: GhostPasses, run: Callable[[int], object]) -> None:
         """Collective: complete the current microbatch and all later ones."""
-        ghosts.check(passes[self._number], self._owned, self._stage)
+        unfinished = partial(run, self._number)
+        ghosts.check(unfinished, self._owned, self._stage)
         with ghosts.ghost_mode(self._owned) as ghost:
-            self._make_gradients(self._number, partial(ghost.run, passes[self._number]))
+            self._make_gradients(self._number, partial(ghost.run, unfinished))
             for number in range(self._number, self._microbatches):
                 if number > self._number:
                     self.begin_microbatch(number)
                 self._set_reductions(number == self._microbatches - 1)
-                ghosts.finish(ghost, passes[number])
+                ghosts.finish(ghost, partial(run, number))
                 for root in self._owned:
                     fsdp.end_pass_without_backward(root)
 

@@ -10,7 +10,6 @@ from torchtune_adaptive.engine import fsdp
 from torchtune_adaptive.engine.collectives import CollectiveLedger
 from torchtune_adaptive.engine.consistency import compare_replicas
 from torchtune_adaptive.engine.governor import Change
-from torchtune_adaptive.engine.plans import Plan
 from torchtune_adaptive.engine.ranks import Agreement, let_gloo_threads_finish, use_communicators
 from torchtune_adaptive.engine.results import REPORT_COLUMNS
 from torchtune_adaptive.errors import ConfigError, RecoveryUnsupportedError, Remedy
@@ -34,7 +33,6 @@ class Recovery:
         stop_requested: called once per attempt. If it returns True on any rank, for example after a signal, the
             result of that step has `stop_requested` on all ranks.
         on_change: called on every rank when a limit changes, or when memory runs out at the smallest limit.
-        on_attempt: called before each attempt, with the stage, the step and the plan.
     """
 
     def __init__(
@@ -45,7 +43,6 @@ class Recovery:
         regrow_after: int = 200,
         stop_requested: Callable[[], bool] = bool,
         on_change: Callable[[Change], object] = lambda _: None,
-        on_attempt: Callable[[str, int, Plan], object] = lambda *_: None,
     ) -> None:
         """Collective: on CUDA, create a gloo group for agreements. Shard the models first."""
         for reason in filter(None, map(fsdp.why_recovery_is_off, models if enabled else ())):
@@ -55,7 +52,7 @@ class Recovery:
         if not is_whole(regrow_after, at_least=0):
             raise ConfigError(f"regrow_after: {regrow_after!r} steps; give 0 (never) or a larger whole number")
         self.models, self.enabled, self.regrow_after = models, enabled, regrow_after
-        self.stop_requested, self.on_change, self.on_attempt = stop_requested, on_change, on_attempt
+        self.stop_requested, self.on_change = stop_requested, on_change
         if enabled:
             use_communicators(models)
         self.ledger = CollectiveLedger(*models, enabled=enabled, exchanges_activations=exchanges_activations)

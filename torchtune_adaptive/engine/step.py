@@ -21,7 +21,6 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from functools import partial
 from itertools import islice
 from os import PathLike
 from typing import Generic, Literal, NamedTuple, TypeAlias
@@ -112,6 +111,7 @@ class StepRunner(Generic[Sample]):
         reduce_once: under FSDP2, from the third step on, reduce-scatter gradients only in the last microbatch of a
             step, if the latest step left room for the gradients of the whole model, or if memory is not measured.
             After an out-of-memory error in such a step, every microbatch reduces gradients.
+        on_attempt: called before each attempt of `run`, with the step and the plan. It may communicate.
     """
 
     def __init__(
@@ -124,13 +124,15 @@ class StepRunner(Generic[Sample]):
         recovery: Recovery | None = None,
         stage: str = "",
         reduce_once: bool = False,
+        on_attempt: Callable[[int, Plan], object] = lambda *_: None,
     ) -> None:
         """Collective, because it creates a Recovery."""
-        self.model, self.kind, self.stage = model, kind, stage
+        self.model, self.kind, self.stage, self.on_attempt = model, kind, stage, on_attempt
         self.recovery = recovery or Recovery(model)
         self.recovery.add_stage(stage, model)
         self.recovers = self.recovery.enabled
-        """True while attempts can be repeated; False after microbatches have communicated outside FSDP."""
+        """True if the limit may grow, and searches may exceed the memory limit, because an out-of-memory error would be
+        recovered. False after microbatches have communicated outside FSDP."""
         self.cannot_repeat = ""
         """If set, the reason why a step must not be repeated; running out of memory then ends the run with it."""
         self.trains: bool | None = None
@@ -210,8 +212,9 @@ class StepRunner(Generic[Sample]):
             if not self.limit.by_length:
                 sizes = f"{len(samples)} samples in " if self._ledger.uses_ghost_passes else ""
                 self._equal_steps.announce(f"{sizes}{count_of(len(plan), 'microbatch', 'microbatches')}")
-            self.recovery.on_attempt(self.stage, step, plan)
-            outcome = self._attempt(samples, plan, reduce_once=self._reduce_once.in_next_attempt)
+            self.on_attempt(step, plan)
+            reduce_once = self._reduce_once.in_next_attempt and len(plan) > 1
+            outcome = self._attempt(samples, plan, reduce_once=reduce_once)
             upcoming_plan = self._plan_upcoming(upcoming)
             reports = self._agree(outcome, plan, samples, len(upcoming_plan.plan) if upcoming_plan else 0)
             if isinstance(outcome, Totals) and not reports.failed:
@@ -223,7 +226,7 @@ class StepRunner(Generic[Sample]):
                     self._announce(change, reports)
                 return self._complete(outcome, reports, plan, recoveries)
             del outcome  # frees the loss tensor before the retry
-            self._recover(reports, rng, step)
+            self._recover(reports, rng, step, reduced_once=reduce_once)
             recoveries += 1
 
     def attempt(self, microbatches: Sequence[Sequence[Sample]]) -> tuple[StepResult | None, AttemptReports]:
@@ -355,6 +358,13 @@ class StepRunner(Generic[Sample]):
 
     def _drain(self, microbatches: Sequence[Sequence[Sample]], sample: Sample) -> None:
         """Collective: issue the remaining collectives of this step, with almost no memory."""
+
+        def run(number: int | None) -> None:
+            # A stage may store its results in its samples, so a ghost pass gets copies. FSDP's collectives do not
+            # depend on the sample, so any sample may be passed to the filler.
+            samples = [self.kind.filler(sample)] if number is None else [*map(copy.copy, microbatches[number])]
+            self._forward_backward(samples)
+
         # If the drain itself runs out of memory, try again from the position that it has reached. If two tries in a row
         # end at the same position, the run ends.
         failed_at: int | None = None
@@ -363,11 +373,7 @@ class StepRunner(Generic[Sample]):
                 self._discard()
                 release_memory()
                 with self.context_for("drain"):
-                    self._ledger.drain(
-                        [partial(self._run_on_copies, each) for each in microbatches],
-                        # FSDP's collectives do not depend on the sample, so any sample may be passed to the filler
-                        lambda: self._forward_backward([self.kind.filler(sample)]),
-                    )
+                    self._ledger.drain(run)
                     if self._buckets and self._reduces_in_attempt:
                         self._buckets.drain()
                 return
@@ -384,10 +390,6 @@ class StepRunner(Generic[Sample]):
                 )
             failed_at = position
 
-    def _run_on_copies(self, microbatch: Sequence[Sample]) -> None:
-        """Run a microbatch as a ghost pass, on copies of its samples, in which a stage may store its (fake) results."""
-        self._forward_backward([*map(copy.copy, microbatch)])
-
     def _discard(self) -> None:
         """Reset FSDP and drop all gradients. They all come from this step, because it began without gradients."""
         self._ledger.reset()
@@ -395,7 +397,7 @@ class StepRunner(Generic[Sample]):
             self._buckets.reset()
         self.model.zero_grad(set_to_none=True)
 
-    def _recover(self, reports: AttemptReports, rng: RngState, step: int) -> None:
+    def _recover(self, reports: AttemptReports, rng: RngState, step: int, *, reduced_once: bool) -> None:
         """Undo a failed attempt and lower the limit, on every rank; raise if the step cannot be repeated."""
         self._discard()
         rng.restore()
@@ -408,7 +410,7 @@ class StepRunner(Generic[Sample]):
                 Remedy.CHECKPOINT_ACTIVATIONS,
                 Remedy.LARGER_BUDGET,
             )
-        if reduced_once := self._ledger.attempt_reduces_once:
+        if reduced_once:
             self._reduce_once.failed()
         change = self._governor.out_of_memory(reports.failed, step, reduced_once=reduced_once)
         if change.kind == EXHAUSTED:

@@ -109,7 +109,7 @@ class Evaluator:
         finally:
             del self._inputs, self._samples, self._prediction_step, self._pieces
 
-    def begin_attempt(self) -> None:
+    def _begin_attempt(self, *_: object) -> None:
         """Delete the pieces of a failed attempt, and restore random generators and counters."""
         self._pieces.clear()
         self._metrics.discard_step()
@@ -125,7 +125,7 @@ class Evaluator:
         else:
             models, regrow_after = [model, *other_models(trainer, [*model.parameters()])], trainer.adaptive.regrow_after
             try:
-                recovery = Recovery(*models, regrow_after=regrow_after, on_attempt=lambda *_: self.begin_attempt())
+                recovery = Recovery(*models, regrow_after=regrow_after)
             except RecoveryUnsupportedError:
                 return None
             self._evaluation_stack.callback(recovery.close)
@@ -133,7 +133,8 @@ class Evaluator:
             memory = self._evaluation_stack.enter_context(enforced_memory_limit(trainer, models))
         kind = SampleKind[int](length_of=lambda row: self._samples[row].length, filler=lambda row: row)
         limit = RowLimit(max(len(batch.samples), trainer.args.eval_batch_size))
-        self._runner = StepRunner(model, self._forward, kind=kind, limit=limit, recovery=recovery, stage=EVALUATION)
+        options: dict[str, Any] = {"limit": limit, "recovery": recovery, "on_attempt": self._begin_attempt}
+        self._runner = StepRunner(model, self._forward, kind=kind, stage=EVALUATION, **options)
         self._runner.trains = False
         self._runner.measure_memory(memory)
         if self._limit is not None:

@@ -110,10 +110,6 @@ class GenerationPasses:
             stack.enter_context(override_attributes(trainer, **changed))
             yield
 
-    def begin_attempt(self) -> None:
-        """Delete the results of a failed attempt."""
-        self._results.clear()
-
     def find_longest(self, row: GeneratedRow) -> GeneratedRow:
         """Collective: return this row with the longest prompt of the dataset, and the longest answer."""
         unknown = ConfigError(
@@ -163,6 +159,7 @@ class GenerationPasses:
                 self._first[stage] = work
             kind = SampleKind[int](length_of=lambda _: self._pass.inputs["input_ids"].shape[1], filler=lambda _: FILLER)
             options: dict[str, Any] = {"limit": RowLimit(most_rows), "recovery": self._shared.recovery, "stage": stage}
+            options["on_attempt"] = lambda *_: self._results.clear()  # of a failed attempt
             runner = self._runners[stage] = StepRunner(model, self._run_rows, kind=kind, **options)
             runner.trains = False
             runner.measure_memory(self._shared.memory)

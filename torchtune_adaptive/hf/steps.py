@@ -69,14 +69,14 @@ class Shared:
         self.splits_batches = adaptive.searches or adaptive.token_budget is not None
         """True if the configuration requires microbatches that are not batches of the data loader."""
         models = [self.model, *other_models(trainer, self.trained)]
-        options = {"regrow_after": adaptive.regrow_after, "on_attempt": trainer._begin_attempt}
+        regrow_after = adaptive.regrow_after
         try:
-            self.recovery = Recovery(*models, enabled=adaptive.recover_from_oom, **options)
+            self.recovery = Recovery(*models, enabled=adaptive.recover_from_oom, regrow_after=regrow_after)
         except RecoveryUnsupportedError as error:
             if self.splits_batches:
                 raise
             warn_without_recovery(error.fact)
-            self.recovery = Recovery(*models, enabled=False, **options)
+            self.recovery = Recovery(*models, enabled=False, regrow_after=regrow_after)
         stack.callback(self.recovery.close)
         self.memory = stack.enter_context(enforced_memory_limit(trainer, models, [self.optimizer]))
 
@@ -123,9 +123,9 @@ class OptimizerSteps:
         if trainer.accelerator.split_batches:
             rows = max(1, rows // world_size())
         limit = TokenLimit(budget, rows_per_sample) if isinstance(budget, int) else RowLimit(rows)
-        self.runner = StepRunner(
-            self.model, self._forward_backward, kind=kind, limit=limit, recovery=recovery, reduce_once=True
-        )
+        options: dict[str, Any] = {"limit": limit, "recovery": recovery, "reduce_once": True}
+        options["on_attempt"] = self._begin_attempt
+        self.runner = StepRunner(self.model, self._forward_backward, kind=kind, **options)
         self._check = LossCheck(trainer, self.model, self._collated, kind, recovery)
         if recovery.enabled or shared.splits_batches:
             self._check_first_step(batches[0], rows)
@@ -251,7 +251,7 @@ class OptimizerSteps:
                 "different layers under FSDP2: let the data collator add a blank image or silence, without labels"
             )
 
-    def begin_attempt(self, plan: Plan) -> None:
+    def _begin_attempt(self, _: int, plan: Plan) -> None:
         """Collective: restore the state before an attempt. If it splits batches of the data loader, check the
         loss: after an out-of-memory error, and in the first, 16th, 256th and so on of these steps."""
         self._restore()

@@ -25,12 +25,11 @@ from transformers.trainer import TRAINER_STATE_NAME
 from torchtune_adaptive.arguments import AdaptiveArguments
 from torchtune_adaptive.engine.fsdp import FSDPModule
 from torchtune_adaptive.engine.oom import fatal_on_oom
-from torchtune_adaptive.engine.plans import Plan
 from torchtune_adaptive.engine.ranks import from_all_ranks, rank
 from torchtune_adaptive.engine.snapshot import override_attributes
 from torchtune_adaptive.errors import AdaptiveError, ConfigError, RecoveryUnsupportedError, Remedy
 from torchtune_adaptive.hf.checkpoints import newest_complete
-from torchtune_adaptive.hf.evaluation import EVALUATION, Evaluator
+from torchtune_adaptive.hf.evaluation import Evaluator
 from torchtune_adaptive.hf.passes import GenerationPasses
 from torchtune_adaptive.hf.samples import SAMPLES_KEY, CollatedBatch, Counts, GeneratedRow, KeepSamples
 from torchtune_adaptive.hf.steps import OptimizerSteps, Shared
@@ -244,17 +243,6 @@ class AdaptiveMixin(Base):
         """Collective in the first call of `train()`: return what its passes share."""
         self._shared = self._shared or Shared(self, model, self._training_stack)
         return self._shared
-
-    def _begin_attempt(self, stage: str, _: int, plan: Plan) -> None:
-        """Collective: restore the state before an attempt at a pass."""
-        if stage == EVALUATION:
-            self._evaluator.begin_attempt()
-        elif stage:
-            assert self._passes is not None
-            self._passes.begin_attempt()
-        else:
-            assert self._steps is not None
-            self._steps.begin_attempt(plan)
 
     def _run_collected(self, collected: list[CollatedBatch], model: nn.Module, num_items: Any) -> Tensor:
         """Collective: run the collected batches of a step; if the epoch ends within the step, these are not all."""

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import partial
 from typing import Any
 
 import skyrl.backends.skyrl_train.workers.worker as skyrl_worker
@@ -93,7 +94,7 @@ class WorkerPasses:
         self._optimizers = [worker.optimizer] if worker.optimizer else []
         self._is_critic = hasattr(worker, "_micro_batches_accumulated")
         options = {"enabled": arguments.recover_from_oom, "regrow_after": arguments.regrow_after}
-        self._recovery = Recovery(self._model, on_attempt=self._begin_attempt, **options)
+        self._recovery = Recovery(self._model, **options)
         self.runners: dict[str, StepRunner[int]] = {}
         """The runner of each stage that has run."""
         self._limits: dict[str, Limit] = {}
@@ -147,6 +148,7 @@ class WorkerPasses:
         if counts_tokens and budget != "auto":
             limit = TokenLimit(cfg.max_tokens_per_microbatch)
         options: dict[str, Any] = {"limit": limit, "recovery": self._recovery, "stage": stage}
+        options["on_attempt"] = partial(self._begin_attempt, stage)
         self.runners[stage] = StepRunner(self._model, self._run_microbatch, kind=kind, **options)
         self._limits[stage] = limit
         if self._arguments.searches:

@@ -94,7 +94,7 @@ class Storm:
         self._last_plan: Plan = ()
         for name, runner in stages.items():
             runner.run = partial(self._run, name, runner.run)
-            runner.recovery.on_attempt = self._on_attempt
+            runner.on_attempt = self._on_attempt
         self._memories = memories_of(next(iter(stages.values())))
         self._open = ExitStack()
 
@@ -106,7 +106,7 @@ class Storm:
     def __exit__(self, *_: object) -> None:
         self._open.close()
 
-    def _on_attempt(self, stage: str, step: int, plan: Plan) -> None:
+    def _on_attempt(self, step: int, plan: Plan) -> None:
         self._last_plan = plan
 
     def _run(self, name: str, run: Any, samples: Sequence[Any], *, step: int, **options: Any) -> Any:

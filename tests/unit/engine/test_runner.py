@@ -165,11 +165,11 @@ def test_every_attempt_reports_its_plan_before_it_begins():
         16,  # it shrinks from the rows that ran, not from the allowed rows
         stage="policy",
         forward_backward=lambda samples: plans.append(runner.current_step) or forward_backward(samples),
-        on_attempt=lambda stage, step, plan: plans.append((stage, step, [len(rows) for rows in plan])),
     )
+    runner.on_attempt = lambda step, plan: plans.append((step, [len(rows) for rows in plan]))
     with FaultInjector(runner).fail_at(rank=0, step=3, operation=5):
         runner.run(SAMPLES, step=3)
-    assert plans == [("policy", 3, [8]), 3, ("policy", 3, [4, 4]), 3, 3]
+    assert plans == [(3, [8]), 3, (3, [4, 4]), 3, 3]
 
 
 @pytest.mark.parametrize(
