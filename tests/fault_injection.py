@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from torchtune_adaptive.engine.memory import wraps_tensors
+from torchtune_adaptive.engine.meter import wraps_tensors
 from torchtune_adaptive.engine.ranks import rank as this_rank
 from torchtune_adaptive.engine.ranks import world_size
 from torchtune_adaptive.engine.step import ContextForPass, PassKind, StepRunner

@@ -7,7 +7,8 @@ if TYPE_CHECKING:
     from torchtune_adaptive.engine.consistency import synchronize_replicas
     from torchtune_adaptive.engine.length_profile import Profile
     from torchtune_adaptive.engine.limits import RowLimit, TokenLimit
-    from torchtune_adaptive.engine.memory import CudaMemory, MemoryMeter
+    from torchtune_adaptive.engine.memory import CudaMemory
+    from torchtune_adaptive.engine.meter import MemoryMeter
     from torchtune_adaptive.engine.plans import SampleKind
     from torchtune_adaptive.engine.probes import TrainingStep, find_max_batch_size, profile_memory
     from torchtune_adaptive.engine.recovery import Recovery
@@ -33,7 +34,8 @@ __all__ = [
 ]  # fmt: skip
 _MODULES = (
     "errors", "engine.limits", "report.tables", "engine.consistency", "engine.length_profile", "engine.memory",
-    "engine.plans", "engine.probes", "engine.recovery", "engine.results", "engine.search", "engine.step",
+    "engine.meter", "engine.plans", "engine.probes", "engine.recovery", "engine.results", "engine.search",
+    "engine.step",
 )  # fmt: skip
 """The modules that define these names; those without torch come first."""
 

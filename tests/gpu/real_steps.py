@@ -29,7 +29,8 @@ from torchtune_adaptive.config.keys import Settings
 from torchtune_adaptive.engine import snapshot
 from torchtune_adaptive.engine.governor import Change
 from torchtune_adaptive.engine.limits import RowLimit
-from torchtune_adaptive.engine.memory import CudaMemory, plain_tensors
+from torchtune_adaptive.engine.memory import CudaMemory
+from torchtune_adaptive.engine.meter import plain_tensors
 from torchtune_adaptive.engine.plans import SampleKind
 from torchtune_adaptive.engine.probes import TrainingStep
 from torchtune_adaptive.engine.recovery import Recovery

@@ -24,7 +24,8 @@ from tests.gpu.real_steps import (
 from tests.ranks import run_on_ranks
 from torchtune_adaptive.config.command_line import locate
 from torchtune_adaptive.engine.limits import RowLimit
-from torchtune_adaptive.engine.memory import CudaMemory, plain_tensors
+from torchtune_adaptive.engine.memory import CudaMemory
+from torchtune_adaptive.engine.meter import plain_tensors
 from torchtune_adaptive.engine.oom import clear_frames, is_oom, release_memory
 from torchtune_adaptive.engine.probes import find_max_batch_size
 from torchtune_adaptive.engine.search import SearchResult

@@ -15,7 +15,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from tests.hf.trainers import RANKS, Counting, Means, arguments, changing_loss, collate, tiny_llama, use_fsdp2
 from tests.ranks import run_on_ranks
-from torchtune_adaptive.engine.memory import MemoryMeter
+from torchtune_adaptive.engine.meter import MemoryMeter
 from torchtune_adaptive.engine.ranks import rank as engine_rank
 from torchtune_adaptive.errors import ConfigError, LimitExhaustedError
 from torchtune_adaptive.hf import AdaptiveArguments, AdaptiveMixin, AdaptiveTrainer

@@ -39,7 +39,15 @@ ROOMS: dict[str, set[str]] = {
     "report": {"engine"},
     "config": {"engine.limits", "engine.search"},
     "lifecycle": {"config", "engine.ranks", "engine.memory", "engine.oom"},
-    "checkpoints": {"config", "lifecycle", "engine.memory", "engine.oom", "engine.ranks", "engine.snapshot"},
+    "checkpoints": {
+        "config",
+        "lifecycle",
+        "engine.memory",
+        "engine.meter",
+        "engine.oom",
+        "engine.ranks",
+        "engine.snapshot",
+    },
     "tune": {"config", "lifecycle", "checkpoints", "engine", "report"},
     "rl": {"tune", "config", "lifecycle", "checkpoints", "engine", "report"},
     # a training script on the engine, for any training

@@ -22,8 +22,8 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from tests.ranks import run_on_ranks
 from torchtune_adaptive.engine import fsdp, ghost
 from torchtune_adaptive.engine.collectives import CollectiveLedger
-from torchtune_adaptive.engine.memory import MemoryMeter
 from torchtune_adaptive.engine.messages import communicates, messages
+from torchtune_adaptive.engine.meter import MemoryMeter
 from torchtune_adaptive.engine.snapshot import _idles
 
 

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_iter
 
-from torchtune_adaptive.engine.memory import plain_tensors, wraps_tensors
+from torchtune_adaptive.engine.meter import plain_tensors, wraps_tensors
 from torchtune_adaptive.engine.ranks import from_all_ranks
 from torchtune_adaptive.errors import UnrecoverableError
 from torchtune_adaptive.formatting import format_bytes

@@ -175,9 +175,9 @@ class LossCheck:
         """The largest loss of the first check. Later checks divide errors by the larger one of this loss and the
         current one, because with a current loss near 0, rounding alone would be a large relative error."""
 
-    def is_due(self) -> bool:
-        """Return True if this step, which splits batches, must be checked: the first, 16th, 256th and so on of them,
-        and all while the reduction is unknown."""
+    def count_split_step(self) -> bool:
+        """Count a step that splits batches. Return True if it must be checked: the first, 16th, 256th and so on of
+        them, and all while the reduction is unknown."""
         self._split_steps += 1
         in_turn = self._split_steps.bit_count() == 1 and self._split_steps.bit_length() % 4 == 1
         return self.reduction is None or (in_turn and self.checked_step != self._trainer.state.global_step + 1)

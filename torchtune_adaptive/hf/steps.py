@@ -263,7 +263,7 @@ class OptimizerSteps:
         if self._keeps_batches and len(plan) == self._batches_per_step:
             return  # each microbatch is a batch
         step, last_check = self.trainer.state.global_step + 1, self._check.checked_step
-        if self._attempts == 1 and not self._check.is_due():
+        if self._attempts == 1 and not self._check.count_split_step():
             return
         reason = self._find_reduction()
         self._restore()

@@ -527,7 +527,6 @@ class RehearsalResult:
         ]
 
     def _condition_lines(self) -> list[str]:
-        tried = (each.values() for each in self.tried)
         return [
             f"rank {self.rank} of {self.ranks}; of {_size(self.usable_bytes + self.overhead_bytes)} of GPU "
             f"memory, {_size(self.overhead_bytes)} are for the CUDA context, NCCL and libraries (--memory-overhead)",
@@ -536,7 +535,7 @@ class RehearsalResult:
             *[_ROUTING.format(places=_shortened(self.routing))] * bool(self.routing),
             *["another rehearsal with the same values differs: does the script find files that it has written?"]
             * (not self.is_repeatable),
-            *(f"with {_values_at(place)}: {verdict}" for place, verdict, *_ in tried),
+            *(f"with {_values_at(each['place'])}: {each['verdict']}" for each in self.tried),
             *["to state a value: --fixed FILE:LINE=N"] * bool(self.tried),
             *(f"--fixed {place}=N has no effect: this line reads no unknown value" for place in self.unread),
             *["later steps may need more memory: --steps 0 runs to the end"] * bool(self.end.get("stopped")),

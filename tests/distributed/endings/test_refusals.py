@@ -25,7 +25,7 @@ from tests.searched_model import Shape, Trained, search_within
 from torchtune_adaptive.engine import snapshot
 from torchtune_adaptive.engine.fsdp import why_recovery_is_off
 from torchtune_adaptive.engine.limits import Limit, RowLimit, TokenLimit
-from torchtune_adaptive.engine.memory import MemoryMeter
+from torchtune_adaptive.engine.meter import MemoryMeter
 from torchtune_adaptive.engine.recovery import Recovery
 from torchtune_adaptive.engine.step import StepRunner
 from torchtune_adaptive.errors import (

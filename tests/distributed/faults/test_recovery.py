@@ -28,7 +28,7 @@ from tests.fault_injection import FaultInjector, wrapping_passes
 from tests.ranks import run_on_ranks
 from torchtune_adaptive.engine import fsdp, ghost
 from torchtune_adaptive.engine.limits import RowLimit
-from torchtune_adaptive.engine.memory import MemoryMeter
+from torchtune_adaptive.engine.meter import MemoryMeter
 from torchtune_adaptive.engine.plans import SampleKind
 from torchtune_adaptive.engine.recovery import Recovery
 from torchtune_adaptive.engine.results import Totals

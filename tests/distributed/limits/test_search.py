@@ -23,7 +23,7 @@ from tests.searched_model import (
     state_of,
 )
 from torchtune_adaptive.engine.length_profile import Profile
-from torchtune_adaptive.engine.memory import MemoryMeter
+from torchtune_adaptive.engine.meter import MemoryMeter
 from torchtune_adaptive.engine.probes import profile_memory
 from torchtune_adaptive.engine.results import Totals
 from torchtune_adaptive.engine.search import SearchResult

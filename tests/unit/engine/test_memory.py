@@ -12,7 +12,8 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests.recipes.allocation_profile import profiled
-from torchtune_adaptive.engine.memory import Gauge, MemoryMeter
+from torchtune_adaptive.engine.memory import Gauge
+from torchtune_adaptive.engine.meter import MemoryMeter
 
 MIB = 1 << 20
 

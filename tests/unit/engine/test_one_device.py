@@ -24,7 +24,7 @@ from tests.searched_model import (
 from tests.simulated_memory import FakeMemory
 from torchtune_adaptive.engine import snapshot
 from torchtune_adaptive.engine.limits import RowLimit
-from torchtune_adaptive.engine.memory import MemoryMeter
+from torchtune_adaptive.engine.meter import MemoryMeter
 from torchtune_adaptive.engine.probes import (
     PhaseMeter,
     ProbeReport,

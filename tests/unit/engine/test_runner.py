@@ -12,7 +12,7 @@ from tests.fault_injection import FaultInjector
 from tests.simulated_memory import FakeMemory
 from torchtune_adaptive.engine.governor import EXHAUSTED, RECOVERY
 from torchtune_adaptive.engine.limits import RowLimit
-from torchtune_adaptive.engine.memory import MemoryMeter
+from torchtune_adaptive.engine.meter import MemoryMeter
 from torchtune_adaptive.engine.plans import SampleKind
 from torchtune_adaptive.engine.recovery import Recovery
 from torchtune_adaptive.engine.results import Totals
