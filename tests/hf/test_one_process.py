@@ -137,17 +137,19 @@ class Temperature(Trainer):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         torch.manual_seed(3)
-        self.factor = torch.nn.Linear(1, 1, bias=False)
+        factor = torch.nn.Linear(1, 1, bias=False)
+        self.factors = [factor]  # in a list, so that only its optimizer shows that it is trained
         if self.separate:
-            self.add_callback(StepsOptimizer(torch.optim.SGD(self.factor.parameters(), lr=0.1)))
+            self.factor = factor
+            self.add_callback(StepsOptimizer(torch.optim.SGD(factor.parameters(), lr=0.1)))
 
     def create_optimizer(self, *_: Any) -> Any:
-        outside = [] if self.separate else self.factor.parameters()
+        outside = [] if self.separate else self.factors[0].parameters()
         self.optimizer = torch.optim.SGD([*self.model.parameters(), *outside], lr=self.args.learning_rate)
         return self.optimizer
 
     def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
-        return super().compute_loss(*args, **kwargs) * self.factor.weight.exp().sum()
+        return super().compute_loss(*args, **kwargs) * self.factors[0].weight.exp().sum()
 
 
 class Separate(Temperature):
@@ -173,6 +175,13 @@ class MovesInputs(Trainer):
     def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         moved = {name: value.to(self.args.device) for name, value in inputs.items()}
         return super().training_step(model, moved, *args, **kwargs)
+
+
+class RemovesInputs(Trainer):
+    def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        loss = super().training_step(model, inputs, *args, **kwargs)
+        inputs.clear()
+        return loss
 
 
 def scaled(samples: Any) -> Any:
@@ -371,6 +380,7 @@ CASES = {
     "late failure, parameters outside the model": Case(lambda: {"base": Temperature}, SPLIT, faults=LATE),
     "late failure, another optimizer": Case(lambda: {"base": Separate}, SPLIT, faults=LATE),
     "late failure, edited inputs": Case(lambda: {"base": EditsInputs, "data_collator": scaled}, SPLIT, faults=LATE),
+    "inputs removed after each batch": Case(lambda: {"base": RemovesInputs}, SHORT),
     "late failure, moved inputs": Case(lambda: {"base": MovesInputs}, SPLIT, faults=LATE),
     "searched": Case(
         lambda: {"train_dataset": Named(), "data_collator": collate_without_names},
