@@ -333,13 +333,20 @@ def test_reward_function_may_generate_on_one_rank_and_a_loss_over_all_rows_is_re
         assert "top_entropy_quantile=1" in refused
 
 
-def sampled() -> list[float]:
-    ways = "healthy", "failed in the first scores", "failed in the first generation"
-    return [changed(way, "GRPOTrainer", "one process", generation_kwargs={}, num_iterations=2)[0] for way in ways]
+def sampled() -> list[tuple[float, set[str]]]:
+    """Return the difference from stock, and the passes that were repeated, for each way."""
+    found = []
+    for way in "healthy", "failed in the first scores", "failed in the first generation":
+        differs, _, log, _ = changed(way, "GRPOTrainer", "one process", generation_kwargs={}, num_iterations=2)
+        found.append((differs, {name for name in PASSES if log.get(f"oom_recoveries/{name}")}))
+    return found
 
 
 def test_sampled_answers_are_those_of_stock_unless_generation_itself_is_repeated() -> None:
-    ((healthy, scores, generation),) = run_on_ranks(1, sampled, in_group=False, timeout_s=100)
+    (((healthy, none), (scores, in_scores), (generation, in_generation)),) = run_on_ranks(
+        1, sampled, in_group=False, timeout_s=100
+    )
+    assert (none, in_scores, in_generation) == (set(), {"log-probabilities"}, {"generation"})
     assert healthy == 0.0
     assert scores < 1e-5
     assert generation > 1e-3

@@ -63,8 +63,10 @@ def test_run_with_losses_that_are_nan_continues_like_stock(begins_at: int, tmp_p
     def change(trainer: Any, loss: Any) -> Any:
         return loss * (math.nan if trainer.state.global_step + 1 >= begins_at else 1)
 
-    run = train(tmp_path, AdaptiveArguments(), base=changing_loss(change), arguments=arguments(tmp_path))
-    assert len(run.log) == STEPS
+    options: dict[str, Any] = {"base": changing_loss(change), "arguments": arguments(tmp_path)}
+    ours, stock = (train(tmp_path, adaptive, **options) for adaptive in (AdaptiveArguments(), None))
+    assert len(ours.log) == STEPS
+    np.testing.assert_array_equal(ours.column("loss"), stock.column("loss"))  # which may be NaN
 
 
 def two(both: float, first: float = 4.0, second: float = 2.0) -> TwoSamples:

@@ -108,6 +108,13 @@ def test_limit_grows_back_by_the_rows_it_lost():
         limit = smaller
 
 
+def test_failed_microbatch_lowers_the_budget_by_the_phase_that_needs_the_most():
+    layers, head = Surface(fixed_bytes=60.0, bytes_per_row=10.0), Surface(fixed_bytes=1.0, bytes_per_row=1.0)
+    smaller = SurfaceLimit({"layers": layers, "head": head}, budget_bytes=100).after_oom(4, 1)
+    assert smaller is not None
+    assert smaller.budget_bytes == 60 + 0.75 * 40
+
+
 @given(limits)
 def test_longest_row_is_the_last_that_fits(limit: Limit):
     longest = longest_row(limit, at_most=10_000)
