@@ -68,8 +68,8 @@ def script(loader: str) -> str:
 def test_larger_later_batch_is_named_with_the_steps_that_reach_it(case: str, rehearse: Rehearse) -> None:
     loader, more = LOADERS[case], 2 * (case == "dictionaries")
     answer = rehearse(script(loader), status=0)
-    sizes = f"{4096 + more:,} elements, before at most {64 + more}"
-    assert f"; batch 24 is larger: {sizes} (--steps " in answer.found["verdict"]
+    sizes = f"{4096 + more:,} elements, earlier ones at most {64 + more}"
+    assert f"; batch 24 has {sizes} (--steps " in answer.found["verdict"]
     remedy = answer.found["later_batch"]["steps"]
     assert f"--steps {remedy} rehearses it" in answer.found["verdict"]
     if case == "workers":

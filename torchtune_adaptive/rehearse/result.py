@@ -49,7 +49,7 @@ _HINTS = {
 """Explanations of a script's errors in a rehearsal, by pattern."""
 NEEDS_OTHERS = "not supported with a fake process group"
 """Part of the error of a rank that runs alone, but exchanges messages with another: torch's pipelines have it, too."""
-LARGER = "; batch {batch} is larger: {elements:,} elements, before at most {rehearsed:,} (--steps {steps} rehearses it)"
+LARGER = "; batch {batch} has {elements:,} elements, earlier ones at most {rehearsed:,} (--steps {steps} rehearses it)"
 
 
 class Outcome(Enum):
