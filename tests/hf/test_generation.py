@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
-from contextlib import redirect_stdout
+from contextlib import ExitStack, redirect_stdout
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -41,7 +41,8 @@ from tests.hf.trainers import (
     use_fsdp2,
 )
 from tests.ranks import run_on_ranks
-from torchtune_adaptive.errors import ConfigError
+from torchtune_adaptive.engine.step import StepRunner
+from torchtune_adaptive.errors import ConfigError, LimitExhaustedError
 from torchtune_adaptive.hf import AdaptiveArguments, passes
 
 ROOT = Path(__file__).parents[2]
@@ -248,20 +249,36 @@ def test_search_measures_each_pass_at_the_longest_prompt_and_answer(trainer: str
     assert max(differs, metrics) < 1e-5
 
 
-def without_room_for_all_parameters() -> tuple[float, dict[str, float], list[str]]:
-    """Collective: train while rank 1 has no room to gather all parameters at once."""
-    base = base_of("RLOOTrainer", "FSDP2")
-    sizes = mock.patch.object(passes, "gathered_bytes", return_value=[2**50 if os.environ["RANK"] == "1" else 1])
-    with tempfile.TemporaryDirectory() as name, captured_log("torchtune_adaptive") as lines:
-        folder, limited = Path(name), AdaptiveArguments(memory_limit="64MiB")
+run_stage = StepRunner.run
+
+
+def run_without_room(runner: StepRunner[Any], *args: Any, **kwargs: Any) -> Any:
+    if runner.stage == passes.GENERATION:
+        raise LimitExhaustedError("no room for one row")
+    return run_stage(runner, *args, **kwargs)
+
+
+def without_room_for(what: str) -> tuple[float, dict[str, float], list[str]]:
+    """Collective: train while rank 1 has no room to gather all parameters at once, or no rank then has room for a row.
+    The search comes after this has been found out."""
+    base, limited = (
+        base_of("RLOOTrainer", "FSDP2"),
+        AdaptiveArguments(use_maximum_batch_size=True, memory_limit="64MiB"),
+    )
+    sizes = [2**50 if what == "parameters" and os.environ["RANK"] == "1" else 1]
+    with tempfile.TemporaryDirectory() as name, captured_log("torchtune_adaptive") as lines, ExitStack() as stack:
+        folder = Path(name)
         stock = train(folder, **{**options(folder, "RLOOTrainer", 3), "base": base})
-        with sizes:
-            ours = train(folder, limited, **{**options(folder, "RLOOTrainer", 3), "base": base})
+        stack.enter_context(mock.patch.object(passes, "gathered_bytes", return_value=sizes))
+        if what == "one row":
+            stack.enter_context(mock.patch.object(StepRunner, "run", run_without_room))
+        ours = train(folder, limited, **{**options(folder, "RLOOTrainer", 3), "base": base})
     return difference(ours, stock, least=1.0), ours.log[-1], lines
 
 
-def test_generation_gathers_for_each_token_if_all_parameters_do_not_fit_on_a_rank() -> None:
-    outcomes = run_on_ranks(2, without_room_for_all_parameters, in_group=False, timeout_s=100)
+@pytest.mark.parametrize("what", ["parameters", "one row"])
+def test_generation_gathers_for_each_token_if_it_does_not_fit_otherwise(what: str) -> None:
+    outcomes = run_on_ranks(2, without_room_for, what, in_group=False, timeout_s=100)
     for differs, log, _ in outcomes:
         assert differs < 1e-5
         assert "oom_recoveries/log-probabilities" in log

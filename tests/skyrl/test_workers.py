@@ -25,7 +25,7 @@ from tests.ranks import run_on_ranks
 from tests.skyrl.sweeps import CASES, ENTROPY, Case, Swept, pair, relative, run, same, sweep_all
 from tests.skyrl.workers import IMAGE, KINDS, PROMPT, batch, gradients, use_cpus
 from torchtune_adaptive.engine.limits import RowLimit
-from torchtune_adaptive.errors import AdaptiveError, ConfigError
+from torchtune_adaptive.errors import AdaptiveError, ConfigError, OneRowDoesNotFitError
 from torchtune_adaptive.skyrl import adaptive
 from torchtune_adaptive.skyrl.passes import longest_row
 
@@ -260,6 +260,11 @@ def _errors() -> dict[str, str]:
         assert messages[what] == str(caught.value)
 
     fail("one row does not fit", use_maximum_batch_size=True, memory_limit="300KiB", **SEARCHED)
+    _, ours = pair(case, use_maximum_batch_size=True, memory_limit="300KiB", **SEARCHED)
+    with pytest.raises(OneRowDoesNotFitError):
+        ours.forward_backward(batch())
+    ours.arguments = ours.passes._arguments = replace(ours.arguments, memory_limit="4MiB")
+    assert ours.forward_backward(batch()).metrics["microbatch_rows"] > 1, "the next call searches again"
     fail("limit exhausted", memory_limit="250KiB")
     fail("no limit", use_maximum_batch_size=True, **SEARCHED)
     _, ours = pair(case)

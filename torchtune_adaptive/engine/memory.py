@@ -140,20 +140,21 @@ class Reading(NamedTuple):
 class Gauge:
     """Reads the memory of a stage's steps from a MemorySource, if there is one."""
 
-    def __init__(self, memory: MemorySource | None, *, several_stages: bool) -> None:
-        """If a step has `several_stages`, allocator retries between two runs of this one are not counted."""
-        self._memory, self._several_stages = memory, several_stages
+    def __init__(self, memory: MemorySource | None, seen: list[int], *, several_stages: bool) -> None:
+        """`seen` holds the allocator's retries at the latest reading of any stage. If a step has `several_stages`,
+        retries between two runs of this one are not counted."""
+        self._memory, self._seen, self._several_stages = memory, seen, several_stages
         self._budget_bytes = 0 if memory is None else memory.budget_bytes  # read once, because it is slow on a GPU
-        self._retries = 0 if memory is None else memory.retries
+        seen[0] = 0 if memory is None else memory.retries
 
     def begin_step(self) -> None:
         """Ignore the retries of other stages since the last reading."""
         if self._several_stages and self._memory is not None:
-            self._retries = self._memory.retries
+            self._seen[0] = self._memory.retries
 
     def read(self) -> Reading:
-        """Return the memory, with the retries since the last reading."""
+        """Return the memory, with the retries since the last reading of any stage."""
         if self._memory is None:
             return Reading(0, 0, 0)
-        before, self._retries = self._retries, self._memory.retries
-        return Reading(self._retries - before, self._memory.peak_bytes, self._budget_bytes)
+        before, self._seen[0] = self._seen[0], self._memory.retries
+        return Reading(self._seen[0] - before, self._memory.peak_bytes, self._budget_bytes)

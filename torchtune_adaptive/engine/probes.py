@@ -283,7 +283,7 @@ class Prober:
             with memory_limit:
                 result, reports = step.runner.attempt(microbatches)
             if result is not None and step.update is not None:
-                meter.begin(len(self._phases) - 1)
+                meter.begin(len(phase_names(step.boundaries)) - 1)
                 # The collectives of the update cannot be drained, and its memory does not depend on the rows.
                 with self._memory.unlimited():
                     step.update(result)

@@ -176,7 +176,7 @@ class StepRunner(Generic[Sample]):
 
     def measure_memory(self, memory: MemorySource | None) -> None:
         """Measure memory from the next step on. Results then contain it, and allocator retries lower the limit."""
-        self._gauge = Gauge(memory, several_stages=bool(self.stage))
+        self._gauge = Gauge(memory, self.recovery.retries_seen, several_stages=bool(self.stage))
 
     def state_dict(self) -> LimitState:
         """Return the state of the limit for a checkpoint. It is the same on all ranks."""
@@ -232,8 +232,8 @@ class StepRunner(Generic[Sample]):
     def attempt(self, microbatches: Sequence[Sequence[Sample]]) -> tuple[StepResult | None, AttemptReports]:
         """Collective: run forward and backward over exactly these microbatches, without a retry.
 
-        If any rank runs out of memory, all ranks drop the gradients and return None as the result. The limit and the
-        random generators stay unchanged.
+        If any rank runs out of memory, all ranks drop the gradients and return None as the result. The limit stays
+        unchanged. Random generators are not restored.
         """
         samples = [sample for microbatch in microbatches for sample in microbatch]
         self._check(samples)

@@ -271,6 +271,7 @@ class GenerationPasses:
 
     def _do_not_gather(self, why: str) -> None:
         self._generates_gathered = False
+        self._runners.pop(GENERATION, None)
         if rank() == 0:
             logger.warning("%s; from now on, each token gathers the parameters, without recovery", why)
 

@@ -12,7 +12,7 @@ import re
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from operator import attrgetter
@@ -223,7 +223,7 @@ class StepRecorder:
         """Record an out-of-memory error. The allocator calls this on the thread whose request failed."""
         frames = _stack(sys._getframe().f_back) or _stack(sys._current_frames()[threading.main_thread().ident or 0])
         node = torch._C._current_autograd_node()
-        place = _outside_torch(frames)
+        place = next((each for each in frames if not each[0].startswith(_TORCH)), frames[-1])
         stats = torch.cuda.memory_stats(device)
         self.write(
             "out_of_memory",
@@ -291,10 +291,6 @@ def flush() -> None:
     for stream in sys.stdout, sys.stderr:
         with suppress(AttributeError, OSError, ValueError):
             stream.flush()
-
-
-def _outside_torch(frames: Sequence[tuple[str, int]]) -> tuple[str, int]:
-    return next((each for each in frames if not each[0].startswith(_TORCH)), frames[-1])
 
 
 def _stack(frame: FrameType | None) -> list[tuple[str, int]]:

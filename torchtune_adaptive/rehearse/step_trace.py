@@ -191,7 +191,7 @@ class _Trace:
         elif name.startswith("autograd::engine"):
             self._backward.add(identity)
         elif name.startswith(("FSDP::", "FullyShardedDataParallel._")):
-            inner = _with(inner, Transfer, hidden=True)
+            inner = [each._replace(hidden=True) if isinstance(each, Transfer) else each for each in inner]
         elif name == "CompiledFunction":
             self._record_input(identity, name, True, _side(text['"inp']))
         elif identity in self._dispatched:
@@ -299,10 +299,6 @@ class _Trace:
 def _on_this_machine(ranks: Sequence[int]) -> int:
     here = torch.distributed.get_rank() // ONE_MACHINE if torch.distributed.is_initialized() else 0
     return max(1, sum(each // ONE_MACHINE == here for each in ranks))
-
-
-def _with(found: _Items, kind: type, **changes: Any) -> _Items:
-    return [each._replace(**changes) if isinstance(each, kind) else each for each in found]
 
 
 class _Tensor(NamedTuple):

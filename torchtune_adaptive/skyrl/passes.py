@@ -114,9 +114,11 @@ class WorkerPasses:
         budget = None if memory_limit is None else parse_size(memory_limit, "memory_limit")
         resident, device = resident_tensors(self._model, self._optimizers), torch.device(torch.cuda.current_device())
         with self._keeping_gradients(), memory_within(budget, device, resident) as memory:
-            runner = self.runners.get(stage) or self._create_runner(stage, data, memory)
+            if stage not in self._limits:  # also after a failed search
+                self._limits[stage] = self._create_runner(stage, data, memory)
+            runner = self.runners[stage]
             runner.measure_memory(memory)
-            self._begin(stage, data)
+            self._begin(stage, data, self._limits[stage])
             self.calls += 1
             runner.run(range(len(data)), step=self.calls)
         completed, results = CompletedBatches(data, self.plan), iter(self._results)
@@ -134,8 +136,8 @@ class WorkerPasses:
             output.metrics.update({"oom_recoveries": runner.recoveries, f"microbatch_{limit.unit}": limit.size})
         return output
 
-    def _create_runner(self, stage: str, data: TrainingInputBatch, memory: MemorySource | None) -> StepRunner[int]:
-        """Collective: create the runner of a stage. If configured, search for the largest microbatch."""
+    def _create_runner(self, stage: str, data: TrainingInputBatch, memory: MemorySource | None) -> Limit:
+        """Collective: create the runner of a stage. If configured, search for its limit, which is returned."""
         cfg, budget = self._cfg, self._arguments.token_budget
         counts_tokens = stage != WITH_LOSS and (budget is not None or cfg.max_tokens_per_microbatch > 0)
         kind = RowKind(
@@ -149,26 +151,21 @@ class WorkerPasses:
             limit = TokenLimit(cfg.max_tokens_per_microbatch)
         options: dict[str, Any] = {"limit": limit, "recovery": self._recovery, "stage": stage}
         options["on_attempt"] = partial(self._begin_attempt, stage)
-        self.runners[stage] = StepRunner(self._model, self._run_microbatch, kind=kind, **options)
-        self._limits[stage] = limit
+        if stage not in self.runners:
+            self.runners[stage] = StepRunner(self._model, self._run_microbatch, kind=kind, **options)
         if self._arguments.searches:
-            try:
-                found = self._search(stage, data, memory, by_tokens=counts_tokens and budget == "auto")
-            except BaseException:
-                del self.runners[stage]  # the next call searches again
-                raise
-            self._limits[stage] = found
-            self.runners[stage].use_limit(found)
-        return self.runners[stage]
+            limit = self._search(stage, data, memory, by_tokens=counts_tokens and budget == "auto")
+            self.runners[stage].use_limit(limit)
+        return limit
 
-    def _begin(self, stage: str, data: TrainingInputBatch) -> None:
-        """Prepare for the rows of this batch."""
+    def _begin(self, stage: str, data: TrainingInputBatch, limit: Limit) -> None:
+        """Prepare for the rows of this batch, whose configured limit is given."""
         kind = self.runners[stage].kind
         self._stage, self._batches, self._results = stage, CompletedBatches(data), list[Any]()
         self._lengths = data["attention_mask"].sum(1).tolist()
         if kind.padded:
             self._lengths = [data["sequences"].shape[1]] * len(data)
-        self._configured = kind.plan(self._lengths, self._limits[stage])
+        self._configured = kind.plan(self._lengths, limit)
         by_rows = self._cfg.max_tokens_per_microbatch <= 0
         self._counts_microbatches = stage == TRAIN and self._is_critic and by_rows
         self._shares: dict[int, Fraction] = {}
@@ -239,7 +236,8 @@ class WorkerPasses:
         if memory is None:
             raise ConfigError("a CPU has no memory limit to search within", Remedy.CAP_MEMORY)
         runner, optimizers, rows = self.runners[stage], self._optimizers if stage == TRAIN else [], len(data)
-        self._begin(stage, longest_row(data, self._arguments, padded=not self._cfg.remove_microbatch_padding))
+        longest = longest_row(data, self._arguments, padded=not self._cfg.remove_microbatch_padding)
+        self._begin(stage, longest, runner.limit)
         update = (lambda _: optimizers[0].step()) if optimizers else None
         step = TrainingStep(runner=runner, sample=0, update=update, optimizers=optimizers)
         found = find_max_batch_size(step, memory=memory, whole_step_rows=rows, max_rows=rows)

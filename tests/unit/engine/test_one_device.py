@@ -73,7 +73,10 @@ def test_accumulated_gradients_count_only_if_a_step_has_several_microbatches(str
 
 def test_state_of_another_stage_is_in_memory_during_a_search():
     with MemoryMeter() as meter:
-        policy, critic = Trained(Shape(length=24)), Trained(Shape(vocabulary=200, layers=1))
+        policy, critic = (
+            Trained(Shape(length=24)),
+            Trained(Shape(vocabulary=200, layers=1), cut=False),
+        )  # without phases
         measured_peaks(critic, meter, [1])
         budget = between(measured_peaks(policy, meter, SIZES)[0], 12)
         critic.optimizer.state.clear()
