@@ -115,7 +115,7 @@ def _entropy_of_parts() -> tuple[float, list[str]]:
 def test_losses_that_select_tokens_of_a_microbatch_are_reported() -> None:
     [reports] = on_ranks(1, _selecting_loss)
     assert len(reports) == 1
-    assert "trainer.algorithm.policy_loss_type=kl_cov" in reports[0]
+    assert "the loss kl_cov (trainer.algorithm.policy_loss_type)" in reports[0]
 
 
 def _selecting_loss() -> list[str]:
