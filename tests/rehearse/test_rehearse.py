@@ -717,6 +717,32 @@ def test_values_that_are_known_or_decide_nothing_are_not_reported(rehearse: Rehe
     assert answer.found["guesses"] == []
 
 
+@pytest.mark.parametrize(
+    ("body", "options", "status", "expected"),
+    [
+        ("kept = torch.ones(2**40, device='cuda')", (), 1, "guessed values were read at train.py:4: with others"),
+        (
+            "break",
+            ("--timeout", "20"),
+            2,
+            "the last guessed value was read at train.py:4 (to state it",
+        ),
+    ],
+    ids=["out of memory", "timeout"],
+)
+def test_read_before_memory_or_time_ran_out_is_named(
+    rehearse: Rehearse, body: str, options: tuple[str, ...], status: int, expected: str
+) -> None:
+    script = f"""
+    import torch
+    while True:
+        if torch.rand(1, device="cuda").item() {"<" if options == () else ">"} 0.5:
+            {body}
+    """
+    answer = rehearse(script, *options, json_format=False)
+    assert (answer.status, expected in answer.found) == (status, True), answer.found
+
+
 def test_generation_without_known_tokens_ends_at_its_limit(rehearse: Rehearse) -> None:
     script = """
         import torch

@@ -340,6 +340,7 @@ class RehearsalResult:
                 why = f"interrupted in step {step}{self._at_line}{before}"
             case Outcome.TIMED_OUT:
                 why = f"the script did not end within {self.timeout:g} s and was killed in step {step}: raise --timeout"
+                why += self._last_read
             case Outcome.USED_ELSEWHERE:
                 command = re.sub(r"^\S*python[\d.]* (-\w )*", "", self.child)
                 remedy = f"rehearse that command instead, with --ranks: {command}"
@@ -416,9 +417,13 @@ class RehearsalResult:
             return why.partition(": ")[2]
         hints = "".join(f" ({hint})" for error, hint in _HINTS.items() if re.search(error, why))
         memory = "; it ran out of memory before (see below)" if self.unresolved_oom else ""
-        if self.places_read:
-            memory += f"; the last guessed value was read at {self.last_read} (to state it: --fixed {self.last_read}=N)"
-        return f"the script failed in step {len(self.steps) + 1}{self._at_line}: {why}{hints}{memory}{self._guessed}"
+        memory += self._last_read + self._guessed
+        return f"the script failed in step {len(self.steps) + 1}{self._at_line}: {why}{hints}{memory}"
+
+    @property
+    def _last_read(self) -> str:
+        at = self.last_read if self.places_read else ""
+        return f"; the last guessed value was read at {at} (to state it: --fixed {at}=N)" * bool(at)
 
     @property
     def _at_line(self) -> str:
@@ -527,6 +532,7 @@ class RehearsalResult:
         ]
 
     def _condition_lines(self) -> list[str]:
+        places = self.places_read if self.out_of_memory else []
         return [
             f"rank {self.rank} of {self.ranks}; of {_size(self.usable_bytes + self.overhead_bytes)} of GPU "
             f"memory, {_size(self.overhead_bytes)} are for the CUDA context, NCCL and libraries (--memory-overhead)",
@@ -536,7 +542,8 @@ class RehearsalResult:
             *["another rehearsal with the same values differs: does the script find files that it has written?"]
             * (not self.is_repeatable),
             *(f"with {_values_at(each['place'])}: {each['verdict']}" for each in self.tried),
-            *["to state a value: --fixed FILE:LINE=N"] * bool(self.tried),
+            *[f"guessed values were read at {_shortened(places)}: with others, it may fit"] * bool(places),
+            *["to state a value: --fixed FILE:LINE=N"] * bool(self.tried or places),
             *(f"--fixed {place}=N has no effect: this line reads no unknown value" for place in self.unread),
             *["later steps may need more memory: --steps 0 runs to the end"] * bool(self.end.get("stopped")),
             *self.end.get("notes", ()),
