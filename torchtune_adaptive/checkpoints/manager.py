@@ -152,19 +152,19 @@ class CheckpointManager:
             weights = gather_weights(self._contents.sharded(model), self._device)
         state = {**progress.recipe_state(), training.DATALOADER_KEY: dict(loader_state)}
 
-        def write() -> tuple[str | None, bool]:
+        def write() -> tuple[str | None, bool, bool]:
             failure = None
             try:
                 converted = self._contents.for_checkpointer(weights, model)
                 self._write(progress, {**converted, **state, training.OPT_KEY: optimizer_state}, list(random_states))
             except Exception as error:  # noqa: BLE001 - the other ranks wait for the outcome
                 failure = self._not_saved(name, describe_failure(error, self._directory.path))
-            return failure, THIS_RUN.stop_requested()
+            return failure, os.path.isdir(self._directory.staging), THIS_RUN.stop_requested()
 
         stuck = self._not_saved(name, f"rank 0 has made no progress for {PATIENCE_S / 60:g} minutes")
-        failure, self._stop_requested = on_rank_0(write, if_stuck=(stuck, False))
+        failure, is_ours, self._stop_requested = on_rank_0(write, if_stuck=(stuck, True, False))
         if failure is not None:
-            if not os.path.isdir(self._directory.staging):  # the directory may belong to another run now
+            if not is_ours:  # the directory may belong to another run now
                 THIS_RUN.record_directory = None
             self.close()
             raise CheckpointError(failure)

@@ -153,8 +153,8 @@ class Gauge:
             self._seen[0] = self._memory.retries
 
     def read(self) -> Reading:
-        """Return the memory, with the retries since the last reading of any stage."""
+        """Return the memory, with the retries since the last reading of any stage; 0 if the count was reset."""
         if self._memory is None:
             return Reading(0, 0, 0)
         before, self._seen[0] = self._seen[0], self._memory.retries
-        return Reading(self._seen[0] - before, self._memory.peak_bytes, self._budget_bytes)
+        return Reading(max(0, self._seen[0] - before), self._memory.peak_bytes, self._budget_bytes)

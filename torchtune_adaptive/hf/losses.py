@@ -196,7 +196,7 @@ class LossCheck:
                 logger.warning("%s, so it is skipped", CHECK_FAILED)
             return None if self.reduction else CHECK_FAILED
         if not on_ranks:
-            return "the losses of the shortest samples are infinite or NaN; remove samples without labels"
+            return "losses are infinite or NaN: lower the learning rate, or remove samples without labels"
         tolerance = tolerance_of(self._model, mixed_precision=self._trainer.accelerator.mixed_precision != "no")
         if self.reduction is None or worst_error(on_ranks, self.reduction, self._scale) > tolerance:
             shifts_labels = getattr(self._trainer, "_loss_shifts_labels", True)

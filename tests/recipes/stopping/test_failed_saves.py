@@ -40,8 +40,16 @@ def raising(function: str, error: Exception) -> Callable[[Any], Any]:
 
 @contextmanager
 def stale_mount(_: Any) -> Iterator[None]:
-    error = OSError(errno.ESTALE, "Stale file handle")
+    """Rank 1 learns of the failure when rank 0 has removed its files already."""
+    error, on_rank_0 = OSError(errno.ESTALE, "Stale file handle"), manager.on_rank_0
+
+    def late(*args: Any, **kwargs: Any) -> Any:
+        found = on_rank_0(*args, **kwargs)
+        time.sleep(2 * dist.get_rank())
+        return found
+
     with (
+        mock.patch.object(manager, "on_rank_0", late),
         mock.patch.object(manager.CheckpointManager, "_write", side_effect=error),
         mock.patch.object(shutil, "disk_usage", side_effect=error),
     ):
@@ -101,8 +109,9 @@ CASES = {
 }
 
 
-def trained(case: str, folder: Path) -> tuple[str, str, list[str]]:
-    """Collective: return the type and message of the error of a run, and its complete checkpoints."""
+def trained(case: str, folder: Path) -> tuple[str, str, list[str], bool]:
+    """Collective: return the type and message of the error of a run, its complete checkpoints, and whether this rank
+    may record its end."""
     recipe = load_ours(CASES[case].kind)(demo_config(CASES[case].kind, folder, *RUN))
     recipe.setup()
     save, saves, error = recipe.run.checkpoints.save, [0], None
@@ -122,20 +131,21 @@ def trained(case: str, folder: Path) -> tuple[str, str, list[str]]:
         error = raised
         distributed.leave()
     found = store.find_checkpoints(folder / "out")
-    return type(error).__name__, str(error), sorted(each.path.name for each in found if each.manifest)
+    complete = sorted(each.path.name for each in found if each.manifest)
+    return type(error).__name__, str(error), complete, manager.THIS_RUN.record_directory is not None
 
 
-@pytest.mark.smoke("folder is gone")
+@pytest.mark.smoke("folder is gone", "stale mount")
 @pytest.mark.parametrize("case", CASES)
 def test_every_rank_ends_with_the_error_and_keeps_the_last_good_checkpoints(tmp_path: Path, case: str) -> None:
     """A save may take longer than a collective while rank 0 makes progress."""
     ended = run_on_ranks(2, trained, case, tmp_path / "run", timeout_s=90, in_group=False)
     error, names = CASES[case].error, CASES[case].names
-    for rank, (raised, message, complete) in enumerate(ended):
+    for rank, (raised, message, complete, records) in enumerate(ended):
         if error is None:
             assert (raised, "step_6" in complete) == ("NoneType", True)
             continue
-        assert raised == error.__name__, message
+        assert (raised, records) == (error.__name__, case != "folder is gone"), message
         words = [name.format(out=tmp_path / "run" / "out", rank=rank) for name in names]
         assert [word for word in words if word not in message] == [], message
         assert {"epoch_0", "step_2"} <= {*complete}

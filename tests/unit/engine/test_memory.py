@@ -134,3 +134,5 @@ def test_gauge_does_not_count_retries_of_passes_between_steps() -> None:
         training.begin_step()
         memory.retries += 1
         assert training.read().retries == 1
+    memory.retries = 0
+    assert training.read().retries == 0, "the count was reset"
