@@ -145,7 +145,7 @@ class Gauge:
         retries between two runs of this one are not counted."""
         self._memory, self._seen, self._several_stages = memory, seen, several_stages
         self._budget_bytes = 0 if memory is None else memory.budget_bytes  # read once, because it is slow on a GPU
-        seen[0] = 0 if memory is None else memory.retries
+        seen[0] = seen[0] if memory is None else memory.retries
 
     def begin_step(self) -> None:
         """Ignore the retries of other stages since the last reading."""

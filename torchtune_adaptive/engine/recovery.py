@@ -58,7 +58,7 @@ class Recovery:
         self.ledger = CollectiveLedger(*models, enabled=enabled, exchanges_activations=exchanges_activations)
         self.agreement = Agreement(REPORT_COLUMNS)
         self._stages: set[str] = set()
-        self.retries_seen = [0]  # see Gauge
+        self.retries_seen = [0]  # the allocator's retries at the latest reading of any stage
         self._compared = self._closed = False
 
     def add_stage(self, stage: str, model: nn.Module) -> None:

@@ -131,6 +131,7 @@ def test_gauge_does_not_count_retries_of_passes_between_steps() -> None:
         generation.begin_step()
         memory.retries += 3
         assert generation.read().retries == 3
+        Gauge(None, seen, several_stages=True)  # of a stage that is added without being measured
         training.begin_step()
         memory.retries += 1
         assert training.read().retries == 1
