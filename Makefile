@@ -60,8 +60,8 @@ demo-hf: $(READY)
 
 # rehearses Llama 3.1 8B on eight GPUs of 80 GB, without a GPU: 1 row fits, 2 do not
 demo-rehearse: $(READY)
-	$(BIN)/tune-adaptive rehearse --ranks 8 --memory 80GB -- examples/llama_8b_fsdp2.py --rows 1
-	! $(BIN)/tune-adaptive rehearse --ranks 8 --memory 80GB -- examples/llama_8b_fsdp2.py --rows 2 2>/dev/null
+	$(BIN)/rehearse --ranks 8 --memory 80GB -- examples/llama_8b_fsdp2.py --rows 1
+	! $(BIN)/rehearse --ranks 8 --memory 80GB -- examples/llama_8b_fsdp2.py --rows 2 2>/dev/null
 
 # required for every change, in 6 to 11 minutes on two cores: lint, types, unit tests and the tests marked smoke, which cover
 # each feature in README and each kind of fault once. A test in which a rank crashed with a corrupt heap is run again and
@@ -204,7 +204,7 @@ dist: $(READY)
 		build/installed/bin/python $(PIP_INSTALL) "$$built" $(SHOW); \
 		build/installed/bin/python -m pip check; \
 		(cd build/installed && bin/torchrun --nproc_per_node 2 $(CURDIR)/examples/plain_fsdp2.py); \
-		(cd build/installed && bin/tune-adaptive rehearse --ranks 8 --memory 80GB -- $(CURDIR)/examples/llama_8b_fsdp2.py); \
+		(cd build/installed && bin/rehearse --ranks 8 --memory 80GB -- $(CURDIR)/examples/llama_8b_fsdp2.py); \
 		(cd build/installed && ! bin/tune-adaptive ls 2>error && grep 'install the \[recipes\] extra' error); \
 	done
 	wheel=$$(echo dist/*.whl) && build/installed/bin/python $(PIP_INSTALL) "$$wheel[recipes]" $(SHOW)

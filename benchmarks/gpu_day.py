@@ -6,7 +6,7 @@ Without --only, all parts run except meshes, unpadded and recipes. Each part run
 limit. Its result is saved to gpu_PART.json at once, with card, driver and versions, whether it succeeds or fails. A
 part that is stopped keeps the rows that it has. On a null device all parts run, but times and losses are meaningless:
 
-    env $(python -m torchtune_adaptive.null_cuda 80GB) python -m benchmarks.gpu_day --into /tmp/null
+    env $(python -m gpu_rehearsal.device 80GB) python -m benchmarks.gpu_day --into /tmp/null
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from typing import Any
 
 from benchmarks.results import RESULTS, machine, table
 from torchtune_adaptive.atomic_files import read_json, reason, replace_file
-from torchtune_adaptive.null_cuda.build import LIBRARY
+from gpu_rehearsal.device.build import LIBRARY
 
 LIMITS_S = {
     "nccl": 180,

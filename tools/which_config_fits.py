@@ -23,11 +23,11 @@ from torchtune_adaptive.config.command_line import read_config
 from torchtune_adaptive.config.registry import FULL, FULL_DPO, LORA, LORA_DPO, NamedConfig, stock_configs
 from torchtune_adaptive.config.stand_ins import length_of
 from torchtune_adaptive.formatting import count_of
-from torchtune_adaptive.rehearse import rehearse
-from torchtune_adaptive.rehearse.cases import read_cases
-from torchtune_adaptive.rehearse.gpus import GPUS
-from torchtune_adaptive.rehearse.start import overhead_of
-from torchtune_adaptive.rehearse.sweep import SweepRow
+from gpu_rehearsal import rehearse
+from gpu_rehearsal.ci.cases import read_cases
+from gpu_rehearsal.gpus import GPUS
+from gpu_rehearsal.processes.start import overhead_of
+from gpu_rehearsal.sweep import SweepRow
 
 PAGE = Path(__file__).parent.parent / "docs" / "which-config-fits.md"
 NAME = "which_config_fits"

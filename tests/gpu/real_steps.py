@@ -36,7 +36,7 @@ from torchtune_adaptive.engine.probes import TrainingStep
 from torchtune_adaptive.engine.recovery import Recovery
 from torchtune_adaptive.engine.step import StepRunner
 from torchtune_adaptive.formatting import MemorySize
-from torchtune_adaptive.null_cuda.build import LIBRARY
+from gpu_rehearsal.device.build import LIBRARY
 from torchtune_adaptive.tune.checked_dataset import CheckedDataset
 from torchtune_adaptive.tune.data import Collate, Data, build_collate
 from torchtune_adaptive.tune.distributed import Devices, free_setup_memory, mesh_of

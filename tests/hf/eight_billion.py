@@ -1,6 +1,6 @@
 """transformers' Trainer on Llama 3.1 8B, made from its configuration, with four batches a step: stock, or adaptive.
 
-tune-adaptive rehearse --ranks 8 --memory 80GB --steps 3 -- tests/hf/eight_billion.py [adaptive]
+rehearse --ranks 8 --memory 80GB --steps 3 -- tests/hf/eight_billion.py [adaptive]
 """
 
 import sys

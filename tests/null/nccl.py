@@ -27,14 +27,14 @@ from tests.distributed import models
 from tests.distributed.faults.meshes import OnMesh
 from tests.distributed.faults.scenarios import SCENARIOS, RecipeStage, Scenario
 from tests.distributed.faults.sweeps import FIGURES, Outcome, sweep
-from tests.nccl_problems import problems_in
+from gpu_rehearsal.hangs.problems import problems_in
 from tests.null.processes import OnNull, null_processes
 from tests.ranks import RankFailed, RanksHung
 from torchtune_adaptive.atomic_files import read_json
 from torchtune_adaptive.engine.collectives import CollectiveLedger
-from torchtune_adaptive.null_cuda import set_card
-from torchtune_adaptive.null_cuda.check import Replay
-from torchtune_adaptive.rehearse.recording import start_recording
+from gpu_rehearsal.device import set_card
+from gpu_rehearsal.hangs.replay import Replay
+from gpu_rehearsal.recording.calls import start_recording
 from torchtune_adaptive.rl.stages import TRAIN_POLICY
 from torchtune_adaptive.tune.preference import POLICY
 

@@ -13,7 +13,7 @@ from unittest import mock
 import pytest
 
 from tests import ranks as on_ranks
-from torchtune_adaptive.null_cuda import NullCudaError, build, environment
+from gpu_rehearsal.device import NullCudaError, build, environment
 
 OnNull = Callable[..., Any]
 

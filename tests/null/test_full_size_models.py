@@ -21,7 +21,7 @@ from torchtune_adaptive.engine.memory import CudaMemory
 from torchtune_adaptive.engine.oom import release_memory
 from torchtune_adaptive.engine.probes import profile_memory
 from torchtune_adaptive.engine.step import StepRunner
-from torchtune_adaptive.null_cuda import set_memory
+from gpu_rehearsal.device import set_memory
 from torchtune_adaptive.tune.samples import Sample
 
 RANKS = 8

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from torchtune_adaptive.null_cuda import environment
+from gpu_rehearsal.device import environment
 
 ROOT = Path(__file__).parents[2]
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from torchtune_adaptive.null_cuda import environment
+from gpu_rehearsal.device import environment
 
 RANKS, CARD = 4, 24 * 10**9
 ROWS = 32

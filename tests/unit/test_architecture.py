@@ -27,7 +27,7 @@ from tests.unit.source import (
 )
 from torchtune_adaptive.config.keys import AdaptiveConfig, Settings
 from torchtune_adaptive.engine import probes
-from torchtune_adaptive.rehearse.fake_ranks import ENGINE_REPLACEMENTS
+from gpu_rehearsal.processes.fake_ranks import ENGINE_REPLACEMENTS
 
 GROUND = {"arguments", "atomic_files", "dependencies", "errors", "formatting", "run_hooks"}
 """Top-level modules that everything may import, and that import only one another."""

@@ -16,8 +16,8 @@ EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 USERS = sorted(path for folder in ("examples", "benchmarks", "tools") for path in (ROOT / folder).glob("*.py"))
 PUBLIC = {
     *(("torchtune_adaptive", name) for name in torchtune_adaptive.__all__),
-    ("torchtune_adaptive.rehearse", "RehearsalResult"),
-    ("torchtune_adaptive.rehearse", "rehearse"),
+    ("gpu_rehearsal", "RehearsalResult"),
+    ("gpu_rehearsal", "rehearse"),
     ("torchtune_adaptive.hf", "AdaptiveArguments"),
     ("torchtune_adaptive.hf", "AdaptiveMixin"),
     ("torchtune_adaptive.hf", "AdaptiveTrainer"),

@@ -20,7 +20,7 @@ from torchtune_adaptive.dependencies import RECIPES_EXTRA
 from torchtune_adaptive.errors import AdaptiveError, ConfigError
 from torchtune_adaptive.formatting import printable
 from torchtune_adaptive.lifecycle.console import printing
-from torchtune_adaptive.rehearse import command as rehearse
+from gpu_rehearsal import command as rehearse
 
 
 def ls(options: argparse.Namespace) -> int:

@@ -1,0 +1,133 @@
+"""Rehearse an unmodified training script on GPUs that are absent.
+
+  rehearse --ranks 8 --gpu h100 -- train.py --batch-size 12
+
+runs train.py as rank 0 of 8 on a null device, and reports the memory that torch's allocator reserves
+in each step. `-m module`, `torchrun ...`, `tune run ...` and `accelerate launch ...` work as well.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from gpu_rehearsal.errors import ConfigError
+from gpu_rehearsal.device import MAX_DEVICES, NullCudaError
+from gpu_rehearsal.ci.cases import run_cases
+from gpu_rehearsal.gpus import GPUS, gpu_named
+from gpu_rehearsal.interface import GPU, STEPS, rehearse
+from gpu_rehearsal.report.result import Outcome
+from gpu_rehearsal.sweep import as_table, compare, range_in
+
+FAILED, HANGS = 2, 3
+_STATUS = {True: 0, False: 1, None: FAILED}
+OPTIONS = "rank", "together", "devices", "memory", "memory_overhead", "steps", "skew", "timeout", "without_data"
+"""Options that are arguments of `rehearse` with the same names."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the command."""
+    parser.add_argument(
+        "--ranks", type=_counts, default=[None], metavar="N",
+        help="number of ranks, or several: 1,2,4,8 (default: from the launcher, else 1)",
+    )  # fmt: skip
+    parser.add_argument("--rank", type=int, metavar="R", help="the rank to rehearse (default: 0)")
+    parser.add_argument(
+        "--together", type=partial(_counts, least=0), nargs="?", const=True, metavar="R,R",
+        help="rehearse all ranks, or these, as processes that exchange objects, host tensors and small integers",
+    )  # fmt: skip
+    parser.add_argument(
+        "--devices", type=int, choices=range(1, MAX_DEVICES + 1), metavar="N",
+        help="GPUs that the process sees (default: one per rank, up to 8)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--gpu", metavar="NAME", type=lambda text: text.split(","),
+        help=f"model of GPU, or several: 4090,h100 (default: {GPU}): {', '.join(sorted(GPUS))}",
+    )  # fmt: skip
+    parser.add_argument("--memory", help="memory of a GPU, for example 80GB or 24GiB (default: from --gpu)")
+    parser.add_argument(
+        "--memory-overhead", metavar="MEMORY",
+        help="memory of the CUDA context, NCCL and libraries (default: 3GiB; one rank 1.3GiB)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--steps", type=partial(_count, least=0), metavar="N",
+        help=f"stop after N steps (default: {STEPS}; 0: run to the end)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--skew", type=float, metavar="X",
+        help="let a router send X times the average number of tokens to the first 1/X of its experts (default: 1)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--fixed", type=_fixed, action="append", default=[], metavar="FILE:LINE=N",
+        help="let this line read N from the GPU; the report names lines whose values matter",
+    )  # fmt: skip
+    parser.add_argument("--timeout", type=float, metavar="S", help="kill the script after S seconds")
+    parser.add_argument(
+        "--without-data", action="store_true", default=None,
+        help="replace a recipe's weights, tokenizer and data; samples have the length that a search measures",
+    )  # fmt: skip
+    parser.add_argument("--cases", metavar="FILE", help="rehearse the commands of this TOML file (docs/ci.md)")
+    parser.add_argument("--jobs", type=_count, default=1, metavar="N", help="cases in parallel")
+    parser.add_argument("--update-peaks", action="store_true", help="record the peaks of the cases")
+    parser.add_argument("--format", choices=("text", "json"), default="text", help="output format")
+    parser.add_argument("words", nargs=argparse.REMAINDER, metavar="command", help="the script and its arguments")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Rehearse the command, print the result, and return the exit status."""
+    command = options.words[1:] if options.words[:1] == ["--"] else options.words
+    given: dict[str, Any] = {name: value for name in OPTIONS if (value := getattr(options, name)) is not None}
+    given["fixed"] = dict(options.fixed)
+    try:
+        _refuse_other_options(options)
+        if options.cases:
+            as_json = options.format == "json"
+            return run_cases(Path(options.cases), options.jobs, options.update_peaks, as_json=as_json)
+        cards = [gpu_named(name) for name in dict.fromkeys(options.gpu or [GPU])]
+        if len(cards) * len(options.ranks) == 1:
+            found = rehearse(command, cards[0], options.ranks[0], **given)
+            print(json.dumps(found.as_dict(), indent=2) if options.format == "json" else found.as_text())
+            return HANGS if found.outcome is Outcome.HANGS else _STATUS[found.fits]
+        if range_in(command):
+            raise ConfigError("a range is searched on a single GPU: give one --gpu and one --ranks")
+        rows = compare(partial(rehearse, quiet=True, **given), command, cards, options.ranks)
+        print(json.dumps([row.as_dict() for row in rows], indent=2) if options.format == "json" else as_table(rows))
+        return min(_STATUS[row.fits] for row in rows)
+    except ConfigError as error:
+        options.refuse(str(error))
+    except NullCudaError as error:
+        print(f"error: {error}", file=sys.stderr)
+    return FAILED
+
+
+def _refuse_other_options(options: argparse.Namespace) -> None:
+    """Refuse the options of cases without a file of cases, and with one, those that it contains instead."""
+    of_cases = {"jobs", "update_peaks"}
+    add_arguments(parser := argparse.ArgumentParser())
+    given = {name for name, default in vars(parser.parse_args([])).items() if getattr(options, name) != default}
+    if not options.cases and (wrong := given & of_cases):
+        raise ConfigError(f"--{min(wrong).replace('_', '-')} needs --cases: pass a file of cases, or leave it out")
+    if options.cases and (wrong := given - of_cases - {"cases", "format"}):
+        raise ConfigError(f"--cases reads {min(wrong).replace('words', 'the command')} from its file: set it there")
+
+
+def _count(text: str, least: int = 1) -> int:
+    if not text.isdecimal() or int(text) < least:
+        raise argparse.ArgumentTypeError(f"{text} is not a whole number from {least}")
+    return int(text)
+
+
+def _counts(text: str, least: int = 1) -> list[int]:
+    return [*dict.fromkeys(_count(each, least) for each in text.split(","))]
+
+
+def _fixed(text: str) -> tuple[str, float]:
+    found = re.fullmatch(r"(.+:\d+)=(-?\d+(\.\d+)?)", text)
+    if found is None:
+        raise argparse.ArgumentTypeError(f"{text} is not a line and a number, as in train.py:12=512")
+    return found[1], float(found[2]) if found[3] else int(found[2])

@@ -1,0 +1,112 @@
+"""Run several ranks of a command together, in processes that are forked after torch is imported."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from mmap import mmap
+from pathlib import Path
+
+import torch
+
+from gpu_rehearsal.hangs.replay import Replay
+from gpu_rehearsal.hangs.explain import Ended, explain
+from gpu_rehearsal.processes.server import end_with_parent
+from gpu_rehearsal.recording.calls import start_recording
+from gpu_rehearsal.report.result import COMPARED
+from gpu_rehearsal.processes.start import CannotRehearse
+
+GRACE_S = 10
+"""After a rank has failed, the others are killed if they have not ended within these seconds."""
+IDLE_S = 1
+"""If the ranks make no call for these seconds, it is checked whether they wait for each other."""
+SLOW_S = 5
+"""If some of them do, but not all, the others may be slow. They get this time to reach their next call."""
+
+
+def fork_ranks(ranks: Sequence[int], folder: Path) -> tuple[int, Callable[[], None]]:
+    """Fork a process for each rank. In such a process, return its rank, and a function to call after its last step.
+
+    A rank continues after its last step, because others may wait for it, until all ranks have reached theirs. The
+    calling process waits for this, writes the exit status of each rank into its record, and then ends.
+    """
+    if torch.cuda.is_initialized():
+        raise CannotRehearse("the command uses CUDA before it starts the ranks: add --ranks")
+    for record in filter(Path.is_file, folder.iterdir()):  # delete the record of this process
+        record.unlink()
+    calls = folder / "calls"
+    calls.mkdir()
+    finished = mmap(-1, len(ranks))
+    running = dict[int, int]()
+    for at, rank in enumerate(ranks):
+        if (process := os.fork()) == 0:
+            end_with_parent()
+            os.environ["NULL_CUDA_RECORD"] = str(calls)
+            start_recording()
+            return rank, partial(finished.__setitem__, at, 1)
+        running[process] = at
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the ranks receive it, too, and end
+    statuses = _wait(running, ranks, finished, folder)
+    replay = Replay(calls, running=[_name(rank) for rank, status in statuses.items() if status is None])
+    ended = {_name(rank): _ending(folder / str(rank)) for rank, status in statuses.items() if status is not None}
+    refused = any(each.error.startswith("CannotRehearse") for each in ended.values())
+    killed = any(status is not None and status < 0 for status in statuses.values())
+    hang = {} if killed or refused or all(statuses.values()) else explain(replay, ended)
+    (folder / COMPARED).write_text(json.dumps({"collectives": replay.calls, "hang": hang}))
+    os._exit(0)
+
+
+def _wait(running: dict[int, int], ranks: Sequence[int], finished: mmap, folder: Path) -> dict[int, int | None]:
+    """Wait until all ranks have ended or taken their last step, or wait for each other. Return their exit statuses.
+
+    Ranks that still run are killed; they have the status None.
+    """
+    statuses, calls = dict[int, int | None](), folder / "calls"
+
+    def ended(process: int, status: int | None) -> None:
+        at = running.pop(process)
+        statuses[ranks[at]] = status
+        code = 0 if finished[at] else -signal.SIGKILL if status is None else status
+        with (folder / str(ranks[at])).open("a") as record:
+            record.write(json.dumps({"kind": "process", "status": code}) + "\n")
+
+    until_s, size, idle_since = float("inf"), 0, time.monotonic()
+    checked, waiting = (-1, 0), set[str]()
+    while running:
+        if (now := sum(path.stat().st_size for path in calls.glob("rank*"))) != size:
+            size, idle_since = now, time.monotonic()
+        names = [_name(ranks[at]) for at in running.values()]
+        idle_s = time.monotonic() - idle_since
+        if idle_s > IDLE_S and checked != (size, len(running)):
+            checked = size, len(running)
+            waiting = {each.call.rank for each in Replay(calls, running=names).waiting}
+        hangs = idle_s > IDLE_S and bool(waiting) and (waiting >= {*names} or idle_s > SLOW_S)
+        if hangs or time.monotonic() > until_s or all(finished[at] for at in running.values()):
+            for process in [*running]:
+                os.kill(process, signal.SIGKILL)
+                os.waitpid(process, 0)
+                ended(process, None)
+            break
+        process, status = os.waitpid(-1, os.WNOHANG)
+        if process not in running:
+            time.sleep(0.05)
+            continue
+        ended(process, code := os.waitstatus_to_exitcode(status))
+        if code:
+            until_s = min(until_s, time.monotonic() + GRACE_S)
+    return statuses
+
+
+def _name(rank: int) -> str:
+    return f"rank {rank}"
+
+
+def _ending(record: Path) -> Ended:
+    """Return how a rank has ended, from its record."""
+    found = [json.loads(line) for line in record.read_text().splitlines() if line.endswith("}")]
+    end: dict[str, str] = next((each for each in found if each["kind"] == "end"), {})
+    return Ended(end.get("error") or "", end.get("lines", ""))

@@ -1,0 +1,150 @@
+"""Adds to the recording of NCCL what only Python knows: lines, groups, and calls of gloo and of fake groups."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import os
+import sys
+import sysconfig
+import threading
+import traceback
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils._pytree import tree_iter
+
+from gpu_rehearsal import device
+from gpu_rehearsal.hangs.replay import NO_STREAM
+
+_METHODS = {
+    "allgather", "_allgather_base", "all_gather_single", "allgather_into_tensor_coalesced", "allreduce",
+    "allreduce_coalesced", "alltoall", "alltoall_base", "all_to_all_single", "barrier", "broadcast", "gather",
+    "monitored_barrier", "recv", "reduce", "reduce_scatter", "_reduce_scatter_base", "reduce_scatter_single", "scatter",
+    "send",
+}  # fmt: skip
+"""Methods of a process group that communicate."""
+_SIZES_DIFFER = {"alltoall", "alltoall_base", "all_to_all_single", "barrier", "gather", "monitored_barrier", "scatter"}
+"""Methods for which ranks may pass tensors of different sizes."""
+LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")})
+_HERE = (str(Path(null_cuda.__file__).parent), str(Path(__file__).parent))
+_TORCH = (str(Path(torch.__file__).parent) + os.sep, contextlib.__file__, *_HERE, "<")
+MOST_BYTES = 480
+"""Of the lines that led to a call."""
+_started = False
+_described = set[str]()
+_numbers = itertools.count()
+
+
+def start_recording() -> None:
+    """Record lines and host collectives of this process from here on, into the folder NULL_CUDA_RECORD."""
+    global _started
+    _started = True
+    null_cuda.record_lines(lines)
+    for name in _METHODS & {*vars(dist.ProcessGroup)}:
+        setattr(dist.ProcessGroup, name, _recorded(name, getattr(dist.ProcessGroup, name)))
+
+
+def record_host_call(group: str, ranks: Sequence[int], what: str) -> None:
+    """Record that this host waits for the others of a group that has these ranks."""
+    if _started:
+        at = [*ranks].index(dist.get_rank()) if dist.is_initialized() else int(os.environ["RANK"])
+        null_cuda.record("host", group, at, len(ranks), what, lines(), _thread())
+
+
+def record_description(text: str) -> None:
+    """Describe the communicator that is created next."""
+    if _started:
+        null_cuda.record("describe", text)
+
+
+def record_fake(group: dist.ProcessGroup, what: str, tensors: Sequence[torch.Tensor]) -> None:
+    """Record a collective of a group of which only some ranks run. No stream waits for it."""
+    if _started and group.size() > 1:
+        _describe(name := group.group_name, group, 0)
+        null_cuda.record(
+            "call", name, "", "", _with_size(what.strip("_"), tensors), lines(), f"{NO_STREAM}{name}", next(_numbers)
+        )
+
+
+def _recorded(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+    def call(group: dist.ProcessGroup, *args: Any, **kwargs: Any) -> Any:
+        tensors = [each for each in tree_iter((args, kwargs)) if isinstance(each, torch.Tensor)]
+        on_host = not any(each.is_cuda for each in tensors) if tensors else dist.get_backend(group) == "gloo"
+        if on_host and group.size() > 1 and dist.get_backend(group) != "fake":
+            _record(name, group, tensors, args, sys._getframe(1))
+        return method(group, *args, **kwargs)
+
+    return call
+
+
+def _record(
+    name: str, group: dist.ProcessGroup, tensors: Sequence[torch.Tensor], args: Sequence[Any], function: FrameType
+) -> None:
+    """Record a call of gloo. Its host waits at once, unless the function of torch that calls is asynchronous."""
+    _describe(key := f"{group.group_name} on hosts", group, group.size())
+    between, verb, waits = "", "", not function.f_locals.get("async_op")
+    if name in ("send", "recv"):
+        own, peer = group.rank(), args[1]
+        between, verb = (f"{own}>{peer}", "sends") if name == "send" else (f"{peer}>{own}", "receives")
+        name, waits = "a message", function.f_code.co_name == "recv"
+    elif function.f_globals.get("__name__") == dist.all_reduce.__module__:
+        name = function.f_code.co_name
+    what = f"{name} on hosts" if name in _SIZES_DIFFER else f"{_with_size(name, tensors)} on hosts"
+    if waits:
+        null_cuda.record("host", key, group.rank(), group.size(), what, lines(), _thread(), between, verb)
+    else:
+        null_cuda.record("call", key, between, verb, what, lines(), f"{NO_STREAM}{key}{between}", next(_numbers))
+
+
+def _describe(key: str, group: dist.ProcessGroup, size: int) -> None:
+    if key not in _described:
+        _described.add(key)
+        null_cuda.record("place", key, group.rank(), size, group.group_desc)
+
+
+def _with_size(what: str, tensors: Sequence[torch.Tensor]) -> str:
+    return f"{what} of {tensors[0].numel()} {str(tensors[0].dtype).removeprefix('torch.')}" if tensors else what
+
+
+def _thread() -> str:
+    """Return "" for the main thread and for threads of autograd, for which the main thread waits."""
+    thread = threading.current_thread()
+    ours = thread is threading.main_thread() or isinstance(thread, threading._DummyThread)
+    return "" if ours else f"thread {thread.ident}"
+
+
+def lines() -> str:
+    """Return the line of the script that runs, and those that led to it: "model.py:12 < train.py:30"."""
+    # A thread of autograd may have no frame; the main thread then waits for it. A variable with our own frame would
+    # be a reference cycle, which would keep the tensors of the callers.
+    main = threading.main_thread().ident or 0
+    return lines_of(traceback.walk_stack(sys._getframe(1))) or lines_of(
+        traceback.walk_stack(sys._current_frames().get(main))
+    )
+
+
+def lines_of(frames: Iterable[tuple[FrameType, int]]) -> str:
+    """Return the lines of frames, from the innermost, without those of libraries unless there are no others."""
+    scripts, innermost = list[str](), ""
+    for frame, line in frames:
+        file, of_script = _file(frame.f_code)
+        if file and not innermost:
+            innermost = f"{file}:{line}"
+        if of_script and sum(map(len, scripts)) + len(file) < MOST_BYTES - 10 * len(scripts):
+            scripts.append(f"{file}:{line}")
+    return " < ".join(scripts) or innermost
+
+
+@functools.cache
+def _file(code: CodeType) -> tuple[str, bool]:
+    """Return the file of code outside of torch and Cython, and whether it belongs to no library."""
+    name = code.co_filename
+    if name.startswith(_TORCH) or name.endswith((".pyx", ".pxi")):
+        return "", False
+    return os.path.relpath(name) if name.startswith(os.getcwd()) else name, not name.startswith(LIBRARIES)

@@ -1,0 +1,121 @@
+"""Compare a rehearsal over time with a run: two processes on null devices, which agree over gloo.
+
+python -m tests.rehearsals.two_ranks     200 steps; writes benchmarks/results/over_time.json
+
+NCCL transfers no data on a null device, but the agreement is real: an out-of-memory error on one rank makes the other
+repeat its step.
+"""
+
+import math
+import os
+import random
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+from omegaconf import OmegaConf
+
+from benchmarks.results import save
+from torchtune_adaptive.config.command_line import read_config
+from torchtune_adaptive.config.registry import config_files
+from torchtune_adaptive.config.stand_ins import with_stand_ins
+from gpu_rehearsal.device import environment
+from gpu_rehearsal.gpus import GPUS
+from gpu_rehearsal.report.result import RehearsalResult
+from gpu_rehearsal.processes.start import RankSettings, overhead_of, rehearse_once
+
+RANKS = 2
+SIZES = ("model.num_layers=2", "model.embed_dim=1024", "model.intermediate_dim=4096", "model.max_seq_len=4096")
+RUN = ("device=cuda", "use_maximum_batch_size=False", "gradient_accumulation_steps=1", "seed=3", "batch_size=16")
+RECIPE = "adaptive_full_finetune_distributed"
+GPU = GPUS["h100"]._replace(memory=4500 * 2**20)
+
+MEDIAN, LONGEST = 100, 2000
+DRAWN = 4099
+"""A prime, so that each pass through the lengths groups them into different steps."""
+
+
+def command(config: Path, *overrides: str) -> list[str]:
+    """Return the command of one rank."""
+    return ["-m", RECIPE, "--config", str(config), *overrides]
+
+
+@contextmanager
+def training(*, alike: bool) -> Iterator[Path]:
+    """Yield a folder with a config whose samples vary in length, and which recovers from out-of-memory errors.
+
+    With `alike`, both ranks have samples of the same lengths, so that neither waits for the other's recovery.
+    """
+    drawn, spread = random.Random(0), math.log(LONGEST / MEDIAN) / 3.09
+    lengths = [max(1, min(LONGEST, round(MEDIAN * math.exp(spread * drawn.gauss(0, 1))))) for _ in range(DRAWN)]
+    with tempfile.TemporaryDirectory() as name:
+        overrides = (*SIZES, *RUN, f"adaptive.sequence_length={LONGEST}", "adaptive.memory_limit=null")
+        cfg = with_stand_ins(read_config(config_files()["adaptive/demo/full"], overrides), Path(name))
+        cfg.dataset.samples *= RANKS
+        cfg.dataset.lengths = [length for length in lengths for _ in range(RANKS if alike else 1)]
+        OmegaConf.save(cfg, Path(name, "config.yaml"))
+        yield Path(name)
+
+
+def rehearsed(steps: int, *, alike: bool) -> RehearsalResult:
+    """Rehearse one of the two ranks."""
+    settings = RankSettings(ranks=RANKS, steps=steps)
+    with training(alike=alike) as folder, Path(os.devnull).open("w") as nowhere:
+        return rehearse_once(command(folder / "config.yaml"), GPU, settings, nowhere)
+
+
+def trained(steps: int, *, alike: bool) -> list[RehearsalResult]:
+    """Run the config on two ranks that record their steps."""
+    overhead_bytes = overhead_of(RANKS)
+    usable_bytes = GPU.memory - overhead_bytes
+    with training(alike=alike) as folder:
+        launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(RANKS)]
+        rank = ["-m", "tests.rehearsals.one_rank", str(folder), str(steps + 1), RECIPE]
+        subprocess.run(
+            [*launcher, *rank, "--config", str(folder / "config.yaml")],
+            env={**os.environ, **environment(memory=usable_bytes, devices=RANKS), "OMP_NUM_THREADS": "1"},
+            check=False,  # one rank exits first, and the other fails in its last step
+            timeout=3600,
+            stdout=subprocess.DEVNULL,
+        )
+        about = {"usable_bytes": usable_bytes, "overhead_bytes": overhead_bytes, "ranks": RANKS, "status": 0}
+        ranks = [RehearsalResult.read(folder / f"rank{rank}.jsonl", rank=rank, **about) for rank in range(RANKS)]
+        return [replace(rank, steps=rank.steps[:steps]) for rank in ranks]
+
+
+def errors_and_flushes(found: RehearsalResult) -> list[tuple[int, int]]:
+    """Return errors and flushes of each step."""
+    return [(sum(error["step"] == step["step"] for error in found.errors), step["flushes"]) for step in found.steps]
+
+
+def main(steps: int = 200) -> None:
+    rows = []
+    for alike in True, False:
+        found = {
+            "rehearsed": rehearsed(steps, alike=alike),
+            **{f"rank {each.rank}": each for each in trained(steps, alike=alike)},
+        }
+        by_step = {name: errors_and_flushes(each) for name, each in found.items()}
+        row = {
+            "ranks have the same lengths": alike,
+            "steps": steps,
+            "steps alike": sum(of == by_step["rehearsed"][at] for at, of in enumerate(by_step["rank 0"])),
+            "out-of-memory errors": {name: sum(errors for errors, _ in of) for name, of in by_step.items()},
+            "steps that flush": {name: sum(flushes > 0 for _, flushes in of) for name, of in by_step.items()},
+            "reserved_bytes": {name: max(step["reserved_bytes"] for step in of.steps) for name, of in found.items()},
+            "errors and flushes, where there are any": {
+                name: {step: list(each) for step, each in enumerate(of, 1) if any(each)} for name, of in by_step.items()
+            },
+        }
+        rows.append(row)
+        print(row, flush=True)
+    note = "a rehearsal and a run on two ranks that agree over gloo: python -m tests.rehearsals.two_ranks"
+    save("over_time", rows, note)
+
+
+if __name__ == "__main__":
+    main(*map(int, sys.argv[1:]))
