@@ -28,9 +28,10 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from gpu_rehearsal.device.build import LIBRARY
+
 from benchmarks.results import RESULTS, machine, table
 from torchtune_adaptive.atomic_files import read_json, reason, replace_file
-from gpu_rehearsal.device.build import LIBRARY
 
 LIMITS_S = {
     "nccl": 180,

@@ -18,16 +18,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.results import RESULTS, save
-from torchtune_adaptive.config.command_line import read_config
-from torchtune_adaptive.config.registry import FULL, FULL_DPO, LORA, LORA_DPO, NamedConfig, stock_configs
-from torchtune_adaptive.config.stand_ins import length_of
-from torchtune_adaptive.formatting import count_of
 from gpu_rehearsal import rehearse
 from gpu_rehearsal.ci.cases import read_cases
 from gpu_rehearsal.gpus import GPUS
-from gpu_rehearsal.processes.start import overhead_of
+from gpu_rehearsal.settings import overhead_of
 from gpu_rehearsal.sweep import SweepRow
+
+from benchmarks.results import RESULTS, save
+from torchtune_adaptive.config.command_line import read_config
+from torchtune_adaptive.config.registry import FULL, FULL_DPO, LORA, LORA_DPO, NamedConfig, stock_configs
+from torchtune_adaptive.formatting import count_of
+from torchtune_adaptive.rehearsing import length_of
 
 PAGE = Path(__file__).parent.parent / "docs" / "which-config-fits.md"
 NAME = "which_config_fits"

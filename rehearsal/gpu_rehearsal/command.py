@@ -9,29 +9,74 @@ in each step. `-m module`, `torchrun ...`, `tune run ...` and `accelerate launch
 from __future__ import annotations
 
 import argparse
+import io
 import json
+import os
 import re
 import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from gpu_rehearsal.errors import ConfigError
-from gpu_rehearsal.device import MAX_DEVICES, NullCudaError
 from gpu_rehearsal.ci.cases import run_cases
+from gpu_rehearsal.device import MAX_DEVICES
+from gpu_rehearsal.errors import ConfigError, NullCudaError
 from gpu_rehearsal.gpus import GPUS, gpu_named
 from gpu_rehearsal.interface import GPU, STEPS, rehearse
-from gpu_rehearsal.report.result import Outcome
+from gpu_rehearsal.report.verdict import Outcome
 from gpu_rehearsal.sweep import as_table, compare, range_in
 
 FAILED, HANGS = 2, 3
+CLOSED_PIPE, INTERRUPTED = 141, 130
+"""Exit statuses after the output pipe was closed, and after Ctrl-C, as shells report them."""
 _STATUS = {True: 0, False: 1, None: FAILED}
 OPTIONS = "rank", "together", "devices", "memory", "memory_overhead", "steps", "skew", "timeout", "without_data"
 """Options that are arguments of `rehearse` with the same names."""
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of the command."""
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command and exit with its status. Print an error as one line."""
+    parser = parser_of_command()
+    options = parser.parse_args(arguments)
+    status = FAILED
+    try:
+        with _printing():
+            status = run(options)
+    except ConfigError as error:
+        parser.error(str(error))
+    except NullCudaError as error:
+        print(f"error: {error}", file=sys.stderr)
+    except OSError as error:
+        print(f"error: {error.filename or 'stdout'}: {error.strerror}; correct the path", file=sys.stderr)
+    sys.exit(status)
+
+
+@contextmanager
+def _printing() -> Iterator[None]:
+    """Exit without a traceback after Ctrl-C, or if the output pipe was closed, for example by `| head`. Print "?" for a
+    character that the terminal's encoding does not have."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        with suppress(OSError):  # a pipe cannot seek
+            sys.stdout.reconfigure(errors="replace")
+    try:
+        yield
+        print(end="", flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # otherwise the flush at exit would fail again
+        sys.exit(CLOSED_PIPE)
+    except KeyboardInterrupt:
+        sys.exit(INTERRUPTED)
+
+
+def parser_of_command() -> argparse.ArgumentParser:
+    """Return the parser of the options."""
+    parser = argparse.ArgumentParser(
+        prog="rehearse", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("--version", action="version", version=f"gpu-rehearsal {version('gpu-rehearsal')}")
     parser.add_argument(
         "--ranks", type=_counts, default=[None], metavar="N",
         help="number of ranks, or several: 1,2,4,8 (default: from the launcher, else 1)",
@@ -76,6 +121,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--update-peaks", action="store_true", help="record the peaks of the cases")
     parser.add_argument("--format", choices=("text", "json"), default="text", help="output format")
     parser.add_argument("words", nargs=argparse.REMAINDER, metavar="command", help="the script and its arguments")
+    return parser
 
 
 def run(options: argparse.Namespace) -> int:
@@ -83,33 +129,27 @@ def run(options: argparse.Namespace) -> int:
     command = options.words[1:] if options.words[:1] == ["--"] else options.words
     given: dict[str, Any] = {name: value for name in OPTIONS if (value := getattr(options, name)) is not None}
     given["fixed"] = dict(options.fixed)
-    try:
-        _refuse_other_options(options)
-        if options.cases:
-            as_json = options.format == "json"
-            return run_cases(Path(options.cases), options.jobs, options.update_peaks, as_json=as_json)
-        cards = [gpu_named(name) for name in dict.fromkeys(options.gpu or [GPU])]
-        if len(cards) * len(options.ranks) == 1:
-            found = rehearse(command, cards[0], options.ranks[0], **given)
-            print(json.dumps(found.as_dict(), indent=2) if options.format == "json" else found.as_text())
-            return HANGS if found.outcome is Outcome.HANGS else _STATUS[found.fits]
-        if range_in(command):
-            raise ConfigError("a range is searched on a single GPU: give one --gpu and one --ranks")
-        rows = compare(partial(rehearse, quiet=True, **given), command, cards, options.ranks)
-        print(json.dumps([row.as_dict() for row in rows], indent=2) if options.format == "json" else as_table(rows))
-        return min(_STATUS[row.fits] for row in rows)
-    except ConfigError as error:
-        options.refuse(str(error))
-    except NullCudaError as error:
-        print(f"error: {error}", file=sys.stderr)
-    return FAILED
+    _refuse_other_options(options)
+    if options.cases:
+        as_json = options.format == "json"
+        return run_cases(Path(options.cases), options.jobs, options.update_peaks, as_json=as_json)
+    cards = [gpu_named(name) for name in dict.fromkeys(options.gpu or [GPU])]
+    if len(cards) * len(options.ranks) == 1:
+        found = rehearse(command, cards[0], options.ranks[0], **given)
+        print(json.dumps(found.as_dict(), indent=2) if options.format == "json" else found.as_text())
+        return HANGS if found.outcome is Outcome.HANGS else _STATUS[found.fits]
+    if range_in(command):
+        raise ConfigError("a range is searched on a single GPU: give one --gpu and one --ranks")
+    rows = compare(partial(rehearse, quiet=True, **given), command, cards, options.ranks)
+    print(json.dumps([row.as_dict() for row in rows], indent=2) if options.format == "json" else as_table(rows))
+    return min(_STATUS[row.fits] for row in rows)
 
 
 def _refuse_other_options(options: argparse.Namespace) -> None:
     """Refuse the options of cases without a file of cases, and with one, those that it contains instead."""
     of_cases = {"jobs", "update_peaks"}
-    add_arguments(parser := argparse.ArgumentParser())
-    given = {name for name, default in vars(parser.parse_args([])).items() if getattr(options, name) != default}
+    defaults = vars(parser_of_command().parse_args([]))
+    given = {name for name, default in defaults.items() if getattr(options, name) != default}
     if not options.cases and (wrong := given & of_cases):
         raise ConfigError(f"--{min(wrong).replace('_', '-')} needs --cases: pass a file of cases, or leave it out")
     if options.cases and (wrong := given - of_cases - {"cases", "format"}):

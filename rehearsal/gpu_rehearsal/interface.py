@@ -4,25 +4,21 @@ from __future__ import annotations
 
 import shlex
 import sys
-import tempfile
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
-from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from gpu_rehearsal.errors import ConfigError
 from gpu_rehearsal.formatting import is_whole, parse_bytes
 from gpu_rehearsal.gpus import Gpu, gpu_named
-from gpu_rehearsal.report.result import NOT_FINITE, RehearsalResult
-from gpu_rehearsal.processes.start import RankSettings, check_command, rehearse_once
+from gpu_rehearsal.processes.commands import check_command
+from gpu_rehearsal.repeating import rehearse_with_values
+from gpu_rehearsal.report.result import RehearsalResult
+from gpu_rehearsal.settings import RankSettings
 from gpu_rehearsal.sweep import largest, range_in
 
 STEPS = 10
 GPU = "h100"
-MOST_RANDOM = 8
-"""Rehearsals with random values."""
 
 
 def rehearse(
@@ -40,7 +36,7 @@ def rehearse(
         print(found.verdict(), found.run_peaks["reserved_bytes"], found.peak_by_kind)
         assert found.fits, found.as_text()
 
-    The arguments are the options of `rehearse`. With a range such as `{1:64}` in the command, the result
+    The arguments are the options of the command `rehearse`. With a range such as `{1:64}` in the command, the result
     is that of the largest value that fits, which is its `largest`. `together=True` rehearses all ranks. The output of
     the script is copied to standard error or, if `quiet` and there is no answer, kept as `output`.
 
@@ -65,8 +61,6 @@ def rehearse(
             raise ConfigError(f"{name} is {value!r}: pass {allowed}")
     if rank and together is not False:
         raise ConfigError("--together reports the fullest rank, and --rank a single one: leave out one of them")
-    if without_data and not any(Path(word).name.startswith("adaptive_") for word in words):
-        raise ConfigError("--without-data needs a recipe of this package: tune run adaptive_...")
     card = gpu_named(gpu) if isinstance(gpu, str) else gpu
     if memory is not None:
         card = card._replace(memory=parse_bytes(memory, "memory"))
@@ -77,8 +71,8 @@ def rehearse(
     )  # fmt: skip
     if range_in(words):
         report = (lambda _: None) if quiet else partial(print, file=sys.stderr, flush=True)
-        return largest(partial(_with_random_values, settings, quiet=True), words, card, ranks, report)
-    return _with_random_values(settings, words, card, ranks, quiet=quiet)
+        return largest(partial(rehearse_with_values, settings, quiet=True), words, card, ranks, report)
+    return rehearse_with_values(settings, words, card, ranks, quiet=quiet)
 
 
 def _is_number(value: Any) -> bool:
@@ -91,57 +85,3 @@ def _are_numbers(fixed: Any) -> bool:
 
 def _are_ranks(together: Any) -> bool:
     return isinstance(together, list | tuple) and all(is_whole(each, at_least=0) for each in together)
-
-
-def _with_random_values(
-    settings: RankSettings, command: Sequence[str], gpu: Gpu, ranks: int | None, *, quiet: bool
-) -> RehearsalResult:
-    """Rehearse a command and, if it fits and has read values that a kernel would have computed, also with random ones.
-
-    If memory differs, find the places that decide this, until random values at all others make no difference.
-    """
-    found = _rehearse(settings._replace(ranks=ranks), command, gpu, quiet=quiet)
-    if not found.fits or not found.places_read:
-        return found
-    if not quiet:
-        print("rehearse: the script reads computed values: once more, with random ones", file=sys.stderr)
-    spent, ends = [found.cpu_s], list[str]()
-
-    def differing(kept: Sequence[str] | None, *, not_finite: bool = False) -> RehearsalResult | None:
-        """Rehearse with random values, except at these places, or with NaN. Return the result if its memory differs."""
-        changed = settings._replace(ranks=found.ranks, kept=kept, not_finite=not_finite)
-        other = _rehearse(changed, command, gpu, quiet=True)
-        spent.append(other.cpu_s)
-        if other.fits and len(other.steps) > len(found.steps):
-            ends.append(found.last_read)
-        return other if other.compare_to(found) else None
-
-    others: dict[str, RehearsalResult] = {}
-    while len(spent) <= MOST_RANDOM and (other := differing([*others])):
-        suspects = [each for each in found.reads_before_difference(other) if each not in others]
-        while other.compare_to(found) > 0 and len(suspects) > 1 and len(spent) <= MOST_RANDOM:
-            recent, earlier = suspects[: len(suspects) // 2], suspects[len(suspects) // 2 :]
-            again = differing([*others, *recent])
-            suspects = earlier if again and again.compare_to(found) > 0 else recent
-        if not suspects:
-            found = replace(found, is_repeatable=False)
-            break
-        others[suspects[0]] = other
-    other = differing(None, not_finite=True) if found.end.get("checks_for_nan") else None
-    if other and (other.out_of_memory or (other.fits and other.has_higher_peak_than(found, "reserved_bytes"))):
-        place = next(iter(found.reads_before_difference(other)), "an unknown line")
-        others[place if place in others else NOT_FINITE + place] = other
-    found = found.with_random_values(others)
-    return replace(found, cpu_s=sum(spent), ended_by=next(iter(ends), ""))
-
-
-def _rehearse(settings: RankSettings, command: Sequence[str], gpu: Gpu, *, quiet: bool) -> RehearsalResult:
-    """Rehearse a command once. If quiet, keep its output for the result."""
-    with tempfile.TemporaryFile() if quiet else nullcontext() as output:
-        found = rehearse_once(command, gpu, settings, output)
-        if output and found.fits is None:
-            output.seek(0)
-            found = replace(found, output=output.read().decode(errors="replace"))
-    if quiet and found.interrupted:
-        raise KeyboardInterrupt
-    return found

@@ -13,12 +13,12 @@ from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
 from typing import Any, NamedTuple, TypeVar
 
-from gpu_rehearsal.errors import ConfigError
+from gpu_rehearsal.errors import CannotRehearse, ConfigError
 from gpu_rehearsal.formatting import count_of
 from gpu_rehearsal.gpus import Gpu
 from gpu_rehearsal.processes.server import end_with_parent, interrupted_by_signals
-from gpu_rehearsal.report.result import GIB, RehearsalResult
-from gpu_rehearsal.processes.start import CannotRehearse
+from gpu_rehearsal.report.record import GIB
+from gpu_rehearsal.report.result import RehearsalResult
 from gpu_rehearsal.report.step_time import UNCERTAINTY, StepTime, seconds_text
 
 _RANGE = re.compile(r"\{(\d+):(\d+)\}")

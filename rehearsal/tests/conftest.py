@@ -45,7 +45,7 @@ def rehearse(tmp_path: Path) -> Rehearse:
     ) -> Answer:  # fmt: skip
         (tmp_path / "train.py").write_text(dedent(script))
         as_json = ("--format", "json") if json_format else ()
-        words = ("tune-adaptive", "rehearse", *options, *as_json, "--", *command)
+        words = ("rehearse", *options, *as_json, "--", *command)
         answer = run_program(tmp_path, *words, **(variables or {}))
         assert status is None or answer.returncode == status, answer.stderr
         found = json.loads(answer.stdout) if json_format and answer.stdout else answer.stdout

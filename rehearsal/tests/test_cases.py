@@ -16,17 +16,24 @@ from unittest import mock
 
 import pytest
 
-from tests.processes import skip_without_null_device
-from tests.pages.test_documents import files_of
-from tests.conftest import Rehearse, run_program
-from tests.test_rehearse import TRAINS, WEIGHTS
+from gpu_rehearsal import interface
+from gpu_rehearsal.ci import cases
 from gpu_rehearsal.errors import ConfigError
-from gpu_rehearsal import cases, interface
 from gpu_rehearsal.report.result import RehearsalResult
 from gpu_rehearsal.sweep import in_parallel
+from tests.conftest import Rehearse, run_program
+from tests.processes import skip_without_null_device
+from tests.test_rehearse import TRAINS, WEIGHTS
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "ci"
+EXAMPLE = Path(__file__).parents[1] / "examples" / "ci"
 GIB = 2**30
+
+
+def files_of(page: Path) -> dict[str, str]:
+    """Return the blocks whose first line is a comment with the name of a file, by that name."""
+    return dict(
+        re.findall(r"^```\w+\n# ([\w.]+)\n(.*?)^```$", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+    )
 
 
 def test_python_returns_what_the_command_prints(
@@ -71,7 +78,7 @@ def test_larger_config_is_reported_by_kind_and_a_killed_script_does_not_end_the_
     medium = folder / "configs" / "medium.json"
     medium.write_text(medium.read_text().replace('"vocabulary": 32000', '"vocabulary": 53248'))
     words = ("--cases", "fits.toml", "--jobs", "2")
-    ended = run_program(folder, "tune-adaptive", "rehearse", *words)
+    ended = run_program(folder, "rehearse", *words)
     assert ended.returncode == 2, ended.stderr
     table = ended.stdout.partition("\n\n")[0]
     small, _, medium_row, _, killed_row = table.splitlines()[1:]
@@ -98,7 +105,7 @@ read("data")
 def test_crashed_case_names_the_line_and_keeps_the_complete_output(tmp_path: Path) -> None:
     (tmp_path / "crashes.py").write_text(CRASHES)
     (tmp_path / "fits.toml").write_text("[[case]]\nname = 'fïrst'\ncommand = 'crashes.py'\n")
-    ended = run_program(tmp_path, "tune-adaptive", "rehearse", "--cases", "fits.toml", PYTHONIOENCODING="ascii")
+    ended = run_program(tmp_path, "rehearse", "--cases", "fits.toml", PYTHONIOENCODING="ascii")
     verdict = "no answer: the script failed in step 1 at crashes.py:6: KeyError: 'rows'"
     assert (ended.returncode, f"f?rst, h100: {verdict}\n" in ended.stdout) == (2, True), ended.stdout + ended.stderr
     assert "reading\n" in ended.stderr
@@ -123,7 +130,7 @@ def test_cases_share_imports_and_nothing_else(tmp_path: Path) -> None:
     (tmp_path / "fits.toml").write_text(
         "[[case]]\ncommand = 'train.py 100 600'\ngpu = ['a100-40', 'h100']\nranks = [1, 2]\nmemory_overhead = '2GiB'\n"
     )
-    ended = run_program(tmp_path, "tune-adaptive", "rehearse", "--cases", "fits.toml", "--format", "json")
+    ended = run_program(tmp_path, "rehearse", "--cases", "fits.toml", "--format", "json")
     assert ended.returncode == 0, ended.stdout + ended.stderr
     together, seen = json.loads(ended.stdout), (tmp_path / "seen.txt").read_text().splitlines()
     assert len({line.split()[0] for line in seen}) == 1
@@ -132,7 +139,7 @@ def test_cases_share_imports_and_nothing_else(tmp_path: Path) -> None:
     }
     wait_until(lambda: not Path("/proc", (tmp_path / "child.txt").read_text()).exists(), 20)
     alone = run_program(
-        tmp_path, "tune-adaptive", "rehearse", "--gpu", "h100", "--ranks", "2", "--memory-overhead", "2GiB",
+        tmp_path, "rehearse", "--gpu", "h100", "--ranks", "2", "--memory-overhead", "2GiB",
         "--format", "json", "--", "train.py", "100", "600",
     )  # fmt: skip
     peaks = json.loads(alone.stdout)["rank_peaks"][0]
@@ -146,7 +153,7 @@ def test_case_that_does_not_end_is_killed_after_its_timeout(tmp_path: Path) -> N
     (tmp_path / "fits.toml").write_text(
         "[[case]]\ncommand = 'loops.py'\ntimeout = 0.5\n[[case]]\ncommand = 'train.py 100'\ntimeout = 60\n"
     )
-    ended = run_program(tmp_path, "tune-adaptive", "rehearse", "--cases", "fits.toml", "--format", "json")
+    ended = run_program(tmp_path, "rehearse", "--cases", "fits.toml", "--format", "json")
     looping, training = json.loads(ended.stdout)
     assert (ended.returncode, training["fits"]) == (2, True)
     assert looping["verdict"] == (
@@ -176,7 +183,7 @@ def test_script_does_not_disturb_the_next_case(tmp_path: Path) -> None:
     (tmp_path / "fits.toml").write_text(
         "[defaults]\ntimeout = 2\n" + "\n".join(cases).replace("9'", "9'\ntimeout = 90")
     )
-    words = ("tune-adaptive", "rehearse", "--cases", "fits.toml", "--format", "json")
+    words = ("rehearse", "--cases", "fits.toml", "--format", "json")
     try:
         ended = run_program(tmp_path, *words)
         rows = {row["case"]: row for row in json.loads(ended.stdout)}
@@ -199,7 +206,7 @@ def test_stopped_job_has_the_peaks_of_cases_that_have_ended(tmp_path: Path) -> N
     (tmp_path / "fits.toml").write_text(
         "[defaults]\ngrowth_percent = 1\n[[case]]\ncommand = 'train.py 100'\n[[case]]\ncommand = 'waits.py'\n"
     )
-    words = ("tune-adaptive", "rehearse", "--cases", "fits.toml", "--update-peaks")
+    words = ("rehearse", "--cases", "fits.toml", "--update-peaks")
     with subprocess.Popen([Path(sys.executable).with_name(words[0]), *words[1:]], cwd=tmp_path) as job:
         wait_until(lambda: (tmp_path / "waits.txt").exists(), 120)
         job.kill()

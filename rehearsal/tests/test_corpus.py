@@ -26,7 +26,7 @@ IN_LATER_STEPS = {"longer_rows_later", "evaluation_later", "unfrozen_later", "re
 
 def rehearse_script(name: str, *options: str, **variables: str) -> dict[str, Any]:
     command = (str(CORPUS), name, "25" if name in IN_LATER_STEPS else "3")
-    words = ("tune-adaptive", "rehearse", "--format", "json", *options, "--", *command)
+    words = ("rehearse", "--format", "json", *options, "--", *command)
     answer = run_program(CORPUS.parent, *words, **variables)
     found: dict[str, Any] = json.loads(answer.stdout)
     assert found["fits"], answer.stderr

@@ -21,7 +21,7 @@ def step(model, rows=4):
 def rehearsed(folder: Path, script: str, *options: str) -> dict[str, Any]:
     """Rehearse a script that fits; return the answer, and its standard error."""
     (folder / "train.py").write_text(STEP + script)
-    words = ("tune-adaptive", "rehearse", "--steps", "0", "--format", "json", *options)
+    words = ("rehearse", "--steps", "0", "--format", "json", *options)
     ended = run_program(folder, *words, "--", "train.py")
     answer = json.loads(ended.stdout)
     assert (answer["fits"], answer["guesses"]) == (True, []), ended.stderr

@@ -13,13 +13,13 @@ from textwrap import dedent
 import pytest
 import torch
 
-from tests.processes import skip_without_null_device
-from tests.conftest import Rehearse
-from torchtune_adaptive.cli.main import main
-from gpu_rehearsal.values.device_values import _LIMITS
+from gpu_rehearsal.command import main
 from gpu_rehearsal.report.result import RehearsalResult
+from gpu_rehearsal.values.device_values import _LIMITS
+from tests.conftest import Rehearse
+from tests.processes import skip_without_null_device
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[1]
 GIB = 2**30
 TRAINS = """
     import sys, torch
@@ -330,25 +330,6 @@ def test_nvml_reports_the_card(rehearse: Rehearse) -> None:
     rehearse(script, json_format=False, status=0)
 
 
-RECIPE = (
-    *("tune", "run", "--nproc_per_node", "2", "adaptive_full_finetune_distributed", "--config", "adaptive/demo/full"),
-    *("device=cuda", "adaptive.memory_limit=null", "max_steps_per_epoch=6", "use_maximum_batch_size=False"),
-)
-FOUR_ROWS = ("batch_size=4", "gradient_accumulation_steps=1", "seed=1")
-TOO_LITTLE = ("--memory", "54MiB", "--memory-overhead", "0")
-"""For four rows."""
-
-
-@pytest.mark.smoke
-def test_recipe_that_recovers_fits_and_its_errors_are_counted(rehearse: Rehearse, tmp_path: Path) -> None:
-    answer = rehearse("", *TOO_LITTLE, command=(*RECIPE, *FOUR_ROWS), status=0)
-    assert len(answer.found["caught"]) > 0
-    assert "recovered from" in answer.found["verdict"]
-    assert len(answer.found["steps"]) == 10
-    written = [path.name for path in (tmp_path / "runs" / "demo" / "full").iterdir()]
-    assert not {"adaptive_run.json", "epoch_0", "latest"} & set(written)  # no file that a run could resume from
-
-
 def test_ddp_and_optimizers_in_the_backward_take_steps(rehearse: Rehearse, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCH_DISTRIBUTED_DEBUG", "DETAIL")
     script = """
@@ -522,7 +503,6 @@ def test_error_drawn_in_a_box_is_shown_as_text(end: str, shown: str, rehearse: R
         ({}, ("--devices", "17"), "argument --devices: invalid choice: 17"),
         ({}, ("--fixed", "12=512"), "argument --fixed: 12=512 is not a line and a number, as in train.py:12=512"),
         ({}, ("--", "deepspeed", "--num_gpus", "8", "train.py"), "cannot be followed: rehearse train.py "),
-        ({}, ("--without-data",), "--without-data needs a recipe"),
         ({}, ("--jobs", "2"), "--jobs needs --cases"),
         ({}, ("--update-peaks",), "--update-peaks needs --cases"),
         ({}, ("--cases", "fits.toml", "--gpu", "4090"), "--cases reads gpu from its file"),
@@ -538,7 +518,7 @@ def test_invalid_options_are_refused_before_the_script_runs(
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(SystemExit) as left:
-        main(["rehearse", *words, "--", str(tmp_path / "train.py")])
+        main([*words, "--", str(tmp_path / "train.py")])
     assert left.value.code == 2
     assert expected in capsys.readouterr().err.splitlines()[-1]
 
@@ -1132,28 +1112,6 @@ def test_rehearsal_ends_after_the_requested_steps(rehearse: Rehearse) -> None:
     answer = rehearse(TRAINS, "--steps", "2", command=("train.py", "8", "8", "8"), json_format=False, status=0)
     assert "in the first 2 steps" in answer.found.splitlines()[0]
     assert answer.printed.count("[8,") == 1  # the second step ends after its optimizer step
-
-
-@pytest.mark.parametrize("searched", [False, True], ids=["recovered", "searched"])
-def test_trainer_with_the_mixin_reports_its_search_or_its_recoveries(rehearse: Rehearse, searched: bool) -> None:
-    pytest.importorskip("accelerate")
-    script = f"""
-        from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
-        from torchtune_adaptive.hf import AdaptiveArguments, AdaptiveTrainer
-
-        sizes = {{"vocab_size": 4096, "hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 4}}
-        model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4, use_cache=False))
-        fsdp = {{"fsdp_version": 2, "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]}}
-        arguments = TrainingArguments("out", per_device_train_batch_size=32, max_steps=2, report_to=[], fsdp=True,
-                                      fsdp_config=fsdp, save_strategy="no")
-        dataset = [{{"input_ids": [1] * 512, "labels": [1] * 512}}] * 256
-        adaptive = AdaptiveArguments(use_maximum_batch_size={searched})
-        AdaptiveTrainer(model, arguments, train_dataset=dataset, adaptive=adaptive).train()
-    """
-    answer = rehearse(script, "--ranks", "8", "--memory", "2GiB", "--memory-overhead", "0", status=0)
-    assert ("batch search" in answer.printed) == searched
-    assert [error["step"] for error in answer.found["caught"]] == [] if searched else [1, 1]
-    assert len(answer.found["steps"]) == 2
 
 
 def test_example_has_the_result_shown_on_its_page(rehearse: Rehearse) -> None:

@@ -273,28 +273,6 @@ def test_tokens_are_those_of_training(case: str, rehearse: Rehearse) -> None:
     assert (time["tokens_per_step"], time["samples_per_step"]) == (2 * 8 * 128, 2 * 8)
 
 
-def test_adaptive_trainer_has_the_work_of_stock_trainer(rehearse: Rehearse) -> None:
-    pytest.importorskip("accelerate")
-
-    def script(trainer: str) -> str:
-        return f"""
-        from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
-        from torchtune_adaptive.hf import AdaptiveTrainer
-
-        sizes = {{"vocab_size": 512, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2}}
-        model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4, use_cache=False))
-        options = {{"max_steps": 4, "report_to": [], "save_strategy": "no"}}
-        arguments = TrainingArguments("out", per_device_train_batch_size=2, **options)
-        dataset = [{{"input_ids": [1] * 64, "labels": [1] * 64}}] * 8
-        {trainer}(model, arguments, train_dataset=dataset).train()
-        """
-
-    stock, adaptive = (rehearse(script(trainer)).found for trainer in ("Trainer", "AdaptiveTrainer"))
-    assert adaptive["time"]["tokens_per_step"] == stock["time"]["tokens_per_step"] == 2 * 64
-    assert adaptive["time"]["seconds"] == pytest.approx(stock["time"]["seconds"], rel=0.1)
-    assert adaptive["time"]["flops"] == stock["time"]["flops"]
-
-
 def test_script_may_use_the_profiler_itself(rehearse: Rehearse) -> None:
     alone = "model(torch.ones(1, DIM, device='cuda', dtype=torch.bfloat16))"
     used = f"{PLAIN}        with torch.profiler.profile(record_shapes=True): {alone}"

@@ -9,9 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import Rehearse
-from tests.test_rehearse import FOUR_ROWS, RECIPE, TOO_LITTLE
 from gpu_rehearsal.device import environment
+from tests.conftest import Rehearse
 
 UNEQUAL = """
     import os, sys, torch, torch.distributed as dist
@@ -173,14 +172,3 @@ def test_first_rank_that_fails_decides_and_no_rank_waits_for_it(
     answer = rehearse(FAILS.format(error=error), "--ranks", "3", "--together", "--steps", "5")
     assert (answer.status, answer.found["verdict"][: len(verdict)]) == (status, verdict), answer.printed
     assert [each["rank"] for each in answer.found["rank_peaks"]] == [0, 1, 2]
-
-
-def test_ranks_of_a_recipe_recover_together(rehearse: Rehearse) -> None:
-    together = ("--together", "--ranks", "2")
-    answer = rehearse("", *together, *TOO_LITTLE, command=(*RECIPE, *FOUR_ROWS), status=0)
-    assert "out of memory on rank" in answer.printed
-    assert len(answer.found["rank_peaks"]) == 2
-    without_data = rehearse("", *together, "--without-data", command=(*RECIPE, *FOUR_ROWS), status=0)
-    assert len(without_data.found["rank_peaks"]) == 2
-    early = rehearse("", "--together", command=RECIPE).found["verdict"]
-    assert early == "no answer: the command uses CUDA before it starts the ranks: add --ranks"

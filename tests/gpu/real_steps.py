@@ -16,6 +16,7 @@ from typing import TypeVar
 from unittest import mock
 
 import torch
+from gpu_rehearsal.device.build import LIBRARY
 from omegaconf import DictConfig
 from torch import nn
 from torchtune import training
@@ -36,7 +37,6 @@ from torchtune_adaptive.engine.probes import TrainingStep
 from torchtune_adaptive.engine.recovery import Recovery
 from torchtune_adaptive.engine.step import StepRunner
 from torchtune_adaptive.formatting import MemorySize
-from gpu_rehearsal.device.build import LIBRARY
 from torchtune_adaptive.tune.checked_dataset import CheckedDataset
 from torchtune_adaptive.tune.data import Collate, Data, build_collate
 from torchtune_adaptive.tune.distributed import Devices, free_setup_memory, mesh_of

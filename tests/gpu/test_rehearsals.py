@@ -27,7 +27,7 @@ def test_rehearsed_peaks_of_every_step_equal_those_on_the_card(cuda: str, case: 
     script = ("-m", "tests.gpu.one_card", case)
     real = peaks(sys.executable, *script)
     memory = f"{torch.cuda.get_device_properties(0).total_memory // 2**20}MiB"
-    tune_adaptive = str(Path(sys.executable).with_name("tune-adaptive"))
-    rehearsed = peaks(tune_adaptive, "rehearse", "--memory", memory, "--", *script)
+    rehearse = str(Path(sys.executable).with_name("rehearse"))
+    rehearsed = peaks(rehearse, "--memory", memory, "--", *script)
     assert len(real) == len(LENGTHS)
     assert rehearsed == real

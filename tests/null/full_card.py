@@ -12,12 +12,12 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from gpu_rehearsal.device import set_memory, used_memory
 
 from tests.fault_injection import FaultInjector
 from tests.recipes.ppo.rollouts import NEW, ppo_config
 from tests.recipes.running import demo_config, load_ours
 from torchtune_adaptive.engine.step import PassKind, StepRunner
-from gpu_rehearsal.device import set_memory, used_memory
 from torchtune_adaptive.rl.rollouts import worst_rollout
 from torchtune_adaptive.tune import distributed
 

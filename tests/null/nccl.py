@@ -19,6 +19,10 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from gpu_rehearsal.device import set_card
+from gpu_rehearsal.hangs.problems import problems_in
+from gpu_rehearsal.hangs.replay import Replay
+from gpu_rehearsal.recording.calls import start_recording
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_iter, tree_map
 
@@ -27,14 +31,10 @@ from tests.distributed import models
 from tests.distributed.faults.meshes import OnMesh
 from tests.distributed.faults.scenarios import SCENARIOS, RecipeStage, Scenario
 from tests.distributed.faults.sweeps import FIGURES, Outcome, sweep
-from gpu_rehearsal.hangs.problems import problems_in
 from tests.null.processes import OnNull, null_processes
 from tests.ranks import RankFailed, RanksHung
 from torchtune_adaptive.atomic_files import read_json
 from torchtune_adaptive.engine.collectives import CollectiveLedger
-from gpu_rehearsal.device import set_card
-from gpu_rehearsal.hangs.replay import Replay
-from gpu_rehearsal.recording.calls import start_recording
 from torchtune_adaptive.rl.stages import TRAIN_POLICY
 from torchtune_adaptive.tune.preference import POLICY
 

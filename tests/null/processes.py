@@ -11,9 +11,9 @@ from typing import Any
 from unittest import mock
 
 import pytest
+from gpu_rehearsal.device import NullCudaError, build, environment
 
 from tests import ranks as on_ranks
-from gpu_rehearsal.device import NullCudaError, build, environment
 
 OnNull = Callable[..., Any]
 

@@ -9,6 +9,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from gpu_rehearsal.device import set_memory
 from omegaconf import DictConfig, OmegaConf
 
 from tests.gpu.real_steps import RealStep, build, use, worst
@@ -21,7 +22,6 @@ from torchtune_adaptive.engine.memory import CudaMemory
 from torchtune_adaptive.engine.oom import release_memory
 from torchtune_adaptive.engine.probes import profile_memory
 from torchtune_adaptive.engine.step import StepRunner
-from gpu_rehearsal.device import set_memory
 from torchtune_adaptive.tune.samples import Sample
 
 RANKS = 8

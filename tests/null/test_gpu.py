@@ -6,7 +6,6 @@ import sys
 from pathlib import Path
 
 import pytest
-
 from gpu_rehearsal.device import environment
 
 ROOT = Path(__file__).parents[2]

@@ -9,20 +9,20 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from gpu_rehearsal.device import set_memory
+from gpu_rehearsal.hangs.problems import problems_in
+from gpu_rehearsal.hangs.replay import Replay
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.distributed.faults.scenarios import SCENARIOS
 from tests.distributed.models import ModelConfig, build, device, runner_of, samples_of
-from gpu_rehearsal.hangs.problems import problems_in
 from tests.null.full_card import everything_left
 from tests.null.nccl import BACKENDS, record_on_rank, swept, without_drains
 from tests.null.processes import OnNull
 from tests.ranks import use_next_port
 from torchtune_adaptive.engine.results import Totals
 from torchtune_adaptive.errors import CollectiveFailedError
-from gpu_rehearsal.device import set_memory
-from gpu_rehearsal.hangs.replay import Replay
 from torchtune_adaptive.tune.distributed import join_on
 
 SAMPLED = 3  # operations of a step

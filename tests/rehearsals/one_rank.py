@@ -5,8 +5,8 @@ import runpy
 import sys
 from pathlib import Path
 
-from gpu_rehearsal.processes.start import RankSettings
 from gpu_rehearsal.recording.steps import StepRecorder
+from gpu_rehearsal.settings import RankSettings
 
 if __name__ == "__main__":
     _, folder, steps, recipe, *_ = sys.argv

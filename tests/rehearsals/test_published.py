@@ -7,10 +7,10 @@ table, and the reason for omitted lines. The suite runs one line; `make publishe
 import os
 
 import pytest
+from gpu_rehearsal import rehearse
 
 from tests.null.processes import skip_without_null_device
 from tests.recipes.running import STOCK
-from gpu_rehearsal import rehearse
 
 ROWS, TOKENS = 2, 4096
 TOLERANCE = 0.08

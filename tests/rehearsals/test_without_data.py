@@ -10,24 +10,25 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from gpu_rehearsal import rehearse
+from gpu_rehearsal.gpus import Gpu
+from gpu_rehearsal.report.record import COMPARED
+from gpu_rehearsal.report.result import RehearsalResult
+from gpu_rehearsal.sweep import compare
 from omegaconf import OmegaConf
 
 from tests.null.processes import skip_without_null_device
-from tests.rehearse.conftest import run_program
+from tests.rehearsals.conftest import run_program
 from tests.rehearsals.two_ranks import GPU, SIZES, command, errors_and_flushes, rehearsed, trained
 from torchtune_adaptive.config.command_line import locate
-from torchtune_adaptive.config.stand_ins import with_stand_ins
 from torchtune_adaptive.errors import ConfigError
-from gpu_rehearsal import rehearse
-from gpu_rehearsal.gpus import Gpu
-from gpu_rehearsal.report.result import COMPARED, RehearsalResult
-from gpu_rehearsal.sweep import compare
+from torchtune_adaptive.rehearsing import with_stand_ins
 
 GIB = 2**30
 
 
 def answer(recipe: str, config: str, *words: str, memory: str) -> Any:
-    program = ("tune-adaptive", "rehearse", "--without-data", "--format", "json")
+    program = ("rehearse", "--without-data", "--format", "json")
     options = ("--memory", memory, "--ranks", "2", "--steps", "2", "--", "tune", "run")
     config_words = (recipe, "--config", config, "device=cuda", "adaptive.memory_limit=null", *words)
     ended = run_program(Path.cwd(), *program, *options, *config_words)

@@ -17,16 +17,17 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
+from gpu_rehearsal.device import environment
+from gpu_rehearsal.gpus import GPUS
+from gpu_rehearsal.processes.start import rehearse_once
+from gpu_rehearsal.report.result import RehearsalResult
+from gpu_rehearsal.settings import RankSettings, overhead_of
 from omegaconf import OmegaConf
 
 from benchmarks.results import save
 from torchtune_adaptive.config.command_line import read_config
 from torchtune_adaptive.config.registry import config_files
-from torchtune_adaptive.config.stand_ins import with_stand_ins
-from gpu_rehearsal.device import environment
-from gpu_rehearsal.gpus import GPUS
-from gpu_rehearsal.report.result import RehearsalResult
-from gpu_rehearsal.processes.start import RankSettings, overhead_of, rehearse_once
+from torchtune_adaptive.rehearsing import with_stand_ins
 
 RANKS = 2
 SIZES = ("model.num_layers=2", "model.embed_dim=1024", "model.intermediate_dim=4096", "model.max_seq_len=4096")

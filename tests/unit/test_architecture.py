@@ -9,6 +9,7 @@ from operator import attrgetter
 from pathlib import Path
 
 import pytest
+from gpu_rehearsal.processes.fake_ranks import ENGINE_REPLACEMENTS
 
 from tests.unit.source import (
     FILES,
@@ -27,7 +28,6 @@ from tests.unit.source import (
 )
 from torchtune_adaptive.config.keys import AdaptiveConfig, Settings
 from torchtune_adaptive.engine import probes
-from gpu_rehearsal.processes.fake_ranks import ENGINE_REPLACEMENTS
 
 GROUND = {"arguments", "atomic_files", "dependencies", "errors", "formatting", "run_hooks"}
 """Top-level modules that everything may import, and that import only one another."""

@@ -24,7 +24,6 @@ from torchtune_adaptive.engine.ranks import from_all_ranks, from_rank_0
 from torchtune_adaptive.errors import AdaptiveError, ConfigError, RunFinished
 from torchtune_adaptive.lifecycle import run_state
 from torchtune_adaptive.lifecycle.run_state import THIS_RUN, lock_directory, unwritable
-from torchtune_adaptive.run_hooks import HOOKS
 
 logger = logging.getLogger(__name__)
 
@@ -69,11 +68,15 @@ def find_start(settings: Settings, recipe: str, *, steps: StepsOnRanks | None = 
     own_path = Path(settings.output_dir).absolute()  # a relative path may differ between nodes
     start = replace(start, directory=replace(start.directory, path=own_path))
     _check_shared(start, settings)
-    if HOOKS.has_values:
-        THIS_RUN.record_directory = own_path  # on all ranks, because any rank may record the end
-        if dist.get_rank() == 0:
-            run_state.write_record(own_path, run_state.RunRecord(serial=start.serial))
+    begin_record(own_path, start.serial)
     return replace(start, lock=lock)
+
+
+def begin_record(directory: Path, serial: int) -> None:
+    """Record that a run has started."""
+    THIS_RUN.record_directory = directory  # on all ranks, because any rank may record the end
+    if dist.get_rank() == 0:
+        run_state.write_record(directory, run_state.RunRecord(serial=serial))
 
 
 def decide(settings: Settings, recipe: str, steps: StepsOnRanks | None = None) -> Start:

@@ -24,7 +24,6 @@ from typing import Any, Protocol
 
 from torchtune_adaptive.atomic_files import DRAFTS, naming, read_json, sync
 from torchtune_adaptive.formatting import count_of, printable
-from torchtune_adaptive.run_hooks import HOOKS
 
 SAVING = ".saving"
 REMOVING = ".removing-"
@@ -182,9 +181,6 @@ def newest_intact(checkpoints: Sequence[FoundCheckpoint]) -> tuple[FoundCheckpoi
 
 def publish(directory: OutputDirectory, staged: Path, name: str) -> None:
     """Fsync a complete checkpoint, and rename it from the staging directory to its place."""
-    if not HOOKS.has_values:  # so no run may resume from them
-        shutil.rmtree(staged, ignore_errors=True)
-        return
     for path in sorted(staged.rglob("*")):
         sync(path)
     sync(staged)

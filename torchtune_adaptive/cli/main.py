@@ -20,7 +20,6 @@ from torchtune_adaptive.dependencies import RECIPES_EXTRA
 from torchtune_adaptive.errors import AdaptiveError, ConfigError
 from torchtune_adaptive.formatting import printable
 from torchtune_adaptive.lifecycle.console import printing
-from gpu_rehearsal import command as rehearse
 
 
 def ls(options: argparse.Namespace) -> int:
@@ -92,15 +91,12 @@ class Command(NamedTuple):
     add_arguments: Callable[[argparse.ArgumentParser], None]
     run: Callable[[argparse.Namespace], int]
     """Returns the exit status."""
-    failed: int = 1
-    """The exit status after an error."""
 
 
 COMMANDS = {
     "ls": Command(ls.__doc__, add_ls_arguments, ls),
     "cp": Command(cp.__doc__, add_cp_arguments, cp),
     "status": Command(status.__doc__, status.add_arguments, status.run),
-    "rehearse": Command(rehearse.__doc__, rehearse.add_arguments, rehearse.run, rehearse.FAILED),
 }
 
 
@@ -124,7 +120,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except OSError as error:
         problem = printable(f"{error.filename or 'stdout'}: {error.strerror}; correct the path")
     print(f"error: {problem}", file=sys.stderr)
-    sys.exit(options.failed)
+    sys.exit(1)
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -144,5 +140,5 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
             allow_abbrev=False,
         )
         command.add_arguments(subparser)
-        subparser.set_defaults(command=name, run=command.run, failed=command.failed, refuse=subparser.error)
+        subparser.set_defaults(command=name, run=command.run)
     return parser.parse_args(arguments)

@@ -17,7 +17,6 @@ from torch.utils.data import DataLoader, get_worker_info
 
 from torchtune_adaptive.engine.ranks import from_all_ranks, rank, world_size
 from torchtune_adaptive.errors import ConfigError
-from torchtune_adaptive.run_hooks import HOOKS
 
 SAMPLES_KEY = "adaptive_samples"
 """The key under which the batch of a data loader contains its CollatedBatch."""
@@ -127,11 +126,8 @@ class GeneratedRow(RawSample):
                     f"a batch from _prepare_inputs cannot be split: {name!r} does not have one row per completion; "
                     "return tensors with one row per completion, or scalars"
                 )
-        lengths: list[list[int]] = [[]] * rows
-        if {"prompt_ids", "completion_mask"} <= tensors.keys() and HOOKS.has_values:
-            prompt, mask = tensors["prompt_ids"].shape[1], tensors["completion_mask"] != 0
-            answers = (mask * torch.arange(1, mask.shape[1] + 1, device=mask.device)).amax(1)
-            lengths = [[prompt + max(1, answer)] for answer in answers.tolist()]
+        answers = lengths_of_answers(tensors)
+        lengths = [[]] * rows if answers is None else [[tensors["prompt_ids"].shape[1] + each] for each in answers]
         return [
             GeneratedRow(
                 {name: value[row : row + 1] if value.dim() else value for name, value in tensors.items()}, length
@@ -259,6 +255,15 @@ class KeepSamples:
         return [replace(each, collated_lengths=rows) if sum(rows) > tokens else each for each, rows, tokens in after]
 
 
+def lengths_of_answers(tensors: Mapping[str, Tensor]) -> list[int] | None:
+    """Return the number of tokens of each generated answer, at least 1; None if it is unknown."""
+    if not {"prompt_ids", "completion_mask"} <= tensors.keys():
+        return None
+    mask = tensors["completion_mask"] != 0
+    answers: list[int] = (mask * torch.arange(1, mask.shape[1] + 1, device=mask.device)).amax(1).clamp(min=1).tolist()
+    return answers
+
+
 def copied(features: Any) -> Any:
     """Return a copy of an item of the dataset, because some collators remove its keys, or pad its lists in place."""
     copies = copy(features)
@@ -278,8 +283,8 @@ def row_lengths_in(inputs: Mapping[str, Any]) -> list[int]:
 
 
 def share_of_rank(samples: int) -> range:
-    """Return the indices of the samples that this rank reads. Without peers, it reads all of them."""
-    return range(rank(), samples, world_size()) if HOOKS.has_peers else range(samples)
+    """Return the indices of the samples that this rank reads."""
+    return range(rank(), samples, world_size())
 
 
 def indices_of_largest(

@@ -21,7 +21,6 @@ from torchtune_adaptive.config.checks import check_keys
 from torchtune_adaptive.config.command_line import config_and_overrides, read_config
 from torchtune_adaptive.config.components import in_a_line
 from torchtune_adaptive.config.remedies import KEYS, without_active_remedies
-from torchtune_adaptive.config.stand_ins import has_rollouts, length_of, with_stand_ins
 from torchtune_adaptive.engine.oom import fatal_on_oom
 from torchtune_adaptive.engine.ranks import from_all_ranks, let_gloo_threads_finish
 from torchtune_adaptive.errors import (
@@ -38,7 +37,6 @@ from torchtune_adaptive.lifecycle.console import log_to_stderr
 from torchtune_adaptive.lifecycle.run_state import ERROR, FINISHED, STOPPED, THIS_RUN, RunPhase, saved_and_next_start
 from torchtune_adaptive.lifecycle.signals import listen, stop_listening
 from torchtune_adaptive.lifecycle.torchrun import exit_with_launcher, first_to_report, write_error_file
-from torchtune_adaptive.run_hooks import HOOKS
 
 logger = logging.getLogger(__name__)
 
@@ -53,12 +51,7 @@ def run_recipe(recipe_type: type, keys: Collection[str] = (), remedies: Mapping[
 
 
 def _run(recipe_type: type, keys: Collection[str]) -> None:
-    cfg = read_config(*config_and_overrides(sys.argv[1:]))
-    check_keys(cfg, keys, log=rank() == 0)
-    if HOOKS.folder_without_data is not None:
-        text = f"without data: samples have {length_of(cfg)} tokens" + "; answers end at once" * has_rollouts(cfg)
-        HOOKS.record("setting", {"text": text, "timed": not has_rollouts(cfg)})
-        cfg = with_stand_ins(cfg, HOOKS.folder_without_data)
+    cfg = checked_config(keys)
     try:
         with without_active_remedies(cfg):
             recipe = recipe_type(cfg)
@@ -74,6 +67,13 @@ def _run(recipe_type: type, keys: Collection[str]) -> None:
     else:
         if rank() == 0:
             THIS_RUN.record_end(FINISHED)
+
+
+def checked_config(keys: Collection[str]) -> DictConfig:
+    """Read the config of the command line. Raise a ConfigError if a key is unknown."""
+    cfg = read_config(*config_and_overrides(sys.argv[1:]))
+    check_keys(cfg, keys, log=rank() == 0)
+    return cfg
 
 
 def _run_methods(recipe: Any) -> None:
@@ -127,7 +127,7 @@ def exit_with_one_message(work: Callable[[], None], remedies: Mapping[Remedy, st
     except AdaptiveError as error:
         stop_listening()
         if first_to_report():
-            _report(error, error.in_words(remedies))
+            report_error(error, error.in_words(remedies))
         _exit(1)
     except (Exception, SystemExit) as error:
         if isinstance(error, SystemExit) and error.code:
@@ -142,7 +142,8 @@ def exit_with_one_message(work: Callable[[], None], remedies: Mapping[Remedy, st
         let_gloo_threads_finish()
 
 
-def _report(error: AdaptiveError, message: str) -> None:
+def report_error(error: AdaptiveError, message: str) -> None:
+    """Print the message of an error, and record it as the end of the run."""
     if os.environ.get("TORCHTUNE_ADAPTIVE_TRACEBACK"):
         traceback.print_exception(error)
     peer_failed = isinstance(error, CollectiveFailedError)
@@ -152,7 +153,6 @@ def _report(error: AdaptiveError, message: str) -> None:
     text = f"{message}; {saved_and_next_start()}" if peer_failed else message
     write_error_file(f"error{on_rank}: {message}")
     print(f"\nerror{on_rank}: {text}", file=sys.stderr, flush=True)
-    HOOKS.record("message", {"text": text})
     if not peer_failed:
         THIS_RUN.record_end(ERROR, message)
 

@@ -3,7 +3,6 @@
 from torchtune_adaptive.engine.length_profile import Profile
 from torchtune_adaptive.engine.search import Probe, SearchResult
 from torchtune_adaptive.formatting import count_of, format_bytes, in_columns
-from torchtune_adaptive.run_hooks import HOOKS
 
 MEASURED = ("peak", "of budget", "time", "")
 
@@ -50,5 +49,9 @@ def _cells(probe: Probe, budget_bytes: int, chosen: str = "") -> tuple[str, ...]
         "over budget" if (peak_bytes or 0) > budget_bytes else "",
         count_of(retries, "allocator retry", "allocator retries") if retries else "",
     ]
-    time = f"{probe.peak.seconds:.1f} s" * HOOKS.has_values  # a rehearsal runs no kernels
-    return need, share, time, ", ".join(filter(None, remarks))
+    return need, share, time_of(probe), ", ".join(filter(None, remarks))
+
+
+def time_of(probe: Probe) -> str:
+    """Format the time of a probe."""
+    return f"{probe.peak.seconds:.1f} s"

@@ -31,7 +31,6 @@ from torchtune_adaptive.formatting import count_of
 from torchtune_adaptive.lifecycle.console import log_rank_0
 from torchtune_adaptive.report.journal import SEARCH
 from torchtune_adaptive.report.tables import profile_table, search_table
-from torchtune_adaptive.run_hooks import HOOKS
 from torchtune_adaptive.tune import schedule
 from torchtune_adaptive.tune.data import Data
 from torchtune_adaptive.tune.dealing import dealer_of
@@ -236,7 +235,7 @@ def search_rows(
     reason = f"batch search{' · ' * bool(stage)}{stage}: {found}"
     peak_bytes = next(probe.peak.peak_bytes for probe in result.probes if probe.rows == result.rows)
     figures = {"unit": "rows", "after": result.rows, "peak_bytes": peak_bytes}
-    _record(loop, stage, result, search_table(result, step.length, stage, kind.noun), reason, figures)
+    record_search(loop, stage, asdict(result), search_table(result, step.length, stage, kind.noun), reason, figures)
     return result
 
 
@@ -247,18 +246,16 @@ def profile_lengths(loop: TrainingLoop, step: TrainingStep[Any], memory: MemoryS
     found = f"up to {result.constant_tokens} tokens fit at any length; at some lengths, more are predicted to fit"
     reason = f"token budget{' · ' * bool(stage)}{stage}: {found}"
     figures = {"unit": "bytes", "after": result.limit_bytes}
-    _record(loop, stage, result, profile_table(result, stage, kind.length_suffix), reason, figures)
+    record_search(loop, stage, asdict(result), profile_table(result, stage, kind.length_suffix), reason, figures)
     return result
 
 
-def _record(
-    loop: TrainingLoop, stage: str, result: SearchResult | Profile, table: str, reason: str, figures: dict[str, Any]
+def record_search(
+    loop: TrainingLoop, stage: str, values: dict[str, Any], table: str, reason: str, figures: dict[str, Any]
 ) -> None:
     """Log the table of a search, and record its result in the journal."""
     log_rank_0(table)
-    values = asdict(result)
-    HOOKS.record("search", {"stage": stage, "text": table, "result": values})
-    figures |= {"stage": stage or None, "budget_bytes": result.budget_bytes, "result": values}
+    figures |= {"stage": stage or None, "budget_bytes": values["budget_bytes"], "result": values}
     loop.run.journal.record(SEARCH, loop.run.progress.step, reason, **figures)
 
 

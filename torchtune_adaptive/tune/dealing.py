@@ -28,7 +28,6 @@ from torchtune_adaptive.engine.limits import Limit
 from torchtune_adaptive.engine.plans import assign_to_ranks
 from torchtune_adaptive.engine.ranks import explaining_failures, new_gloo_group, world_size
 from torchtune_adaptive.lifecycle.console import log_rank_0
-from torchtune_adaptive.run_hooks import HOOKS
 from torchtune_adaptive.tune.data import Data
 from torchtune_adaptive.tune.samples import Cost, Sample, TokenKind, cost_of
 
@@ -38,7 +37,7 @@ READ_AHEAD = 2
 
 def dealer_of(model: nn.Module, settings: Settings, data: Data, limit: Limit | None) -> Dealer | None:
     """Collective: build the dealer; None if every rank trains on the samples it reads."""
-    if limit is None or not limit.by_length or not settings.adaptive.deal or world_size() == 1 or not HOOKS.has_peers:
+    if limit is None or not limit.by_length or not settings.adaptive.deal or world_size() == 1:
         return None
     if obstacle := obstacle_to_dealing(model, settings):
         log_rank_0(f"token budget · samples stay on the ranks that read them: {obstacle}")

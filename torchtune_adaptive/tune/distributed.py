@@ -22,7 +22,6 @@ from torchtune_adaptive.config.keys import Settings, flat
 from torchtune_adaptive.engine.ranks import from_all_ranks
 from torchtune_adaptive.errors import CollectiveFailedError, ConfigError
 from torchtune_adaptive.formatting import ranks_named, shown
-from torchtune_adaptive.run_hooks import HOOKS
 
 Meshes = Mapping[str, DeviceMesh]
 """`dp`: ranks with different data; `tp`: ranks with the same data; `sharding`: the mesh over which FSDP shards and
@@ -85,7 +84,7 @@ def store_of_this_start() -> dict[str, Any]:
     all ranks have confirmed it. It may find the id of a dead rank, whose answer is never read. Without torchrun, the
     result is empty.
     """
-    if "TORCHELASTIC_RUN_ID" not in os.environ or not HOOKS.has_peers:
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
         return {}
     store, rank, world_size = next(rendezvous("env://"))
     if rank == 0:

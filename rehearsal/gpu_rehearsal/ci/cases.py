@@ -11,10 +11,10 @@ from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from gpu_rehearsal.files import reason
-from gpu_rehearsal.errors import ConfigError
-from gpu_rehearsal.formatting import count_of, did_you_mean, is_whole, printable
 from gpu_rehearsal.ci.expectations import OF_FITTING, Expectations, peak_of, read_peaks, report, update_peaks
+from gpu_rehearsal.errors import ConfigError
+from gpu_rehearsal.files import reason
+from gpu_rehearsal.formatting import count_of, did_you_mean, is_whole, printable
 from gpu_rehearsal.gpus import Gpu, gpu_named
 from gpu_rehearsal.interface import GPU, rehearse
 from gpu_rehearsal.report.result import RehearsalResult

@@ -10,8 +10,8 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from gpu_rehearsal.files import read_json, replace_file
 from gpu_rehearsal.errors import ConfigError
+from gpu_rehearsal.files import read_json, replace_file
 from gpu_rehearsal.formatting import format_bytes, in_columns, is_whole, parse_bytes
 from gpu_rehearsal.report.result import RehearsalResult
 from gpu_rehearsal.sweep import range_in

@@ -1,7 +1,7 @@
 """Null devices: simulated GPUs, which run torch's CUDA code and its allocator on a machine without a GPU.
 
 Device memory is counted but not allocated, kernels return without computing anything, and copies copy data.
-docs/null-device.md describes the limits. This package is independent of the rest of torchtune_adaptive.
+docs/null-device.md describes the limits.
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from gpu_rehearsal.formatting import parse_amount
-from gpu_rehearsal.device.build import NullCudaError, build
+from gpu_rehearsal.device.build import build
+from gpu_rehearsal.errors import NullCudaError
+from gpu_rehearsal.formatting import parse_bytes
 
 __all__ = [
     "MAX_DEVICES", "NullCudaError", "build", "environment", "record", "record_lines", "set_card", "set_memory",
@@ -34,7 +35,7 @@ def environment(
 
     Without arguments, a process has one device of 80 GiB and compute capability 9.0. Processes do not share memory.
     """
-    size = parse_amount(memory, "memory") if isinstance(memory, str) else memory
+    size = parse_bytes(memory, "memory") if isinstance(memory, str) else memory
     options = {"MEMORY": size, "DEVICES": devices, "CAPABILITY": capability}
     library = build()
     return {
@@ -109,4 +110,4 @@ def _function(name: str) -> Any:
     try:
         return getattr(ctypes.CDLL(None), name)
     except AttributeError:
-        raise NullCudaError("this process has no null device: start it with null_cuda.environment()") from None
+        raise NullCudaError("this process has no null device: start it with device.environment()") from None

@@ -14,6 +14,8 @@ import tempfile
 from importlib.util import find_spec
 from pathlib import Path
 
+from gpu_rehearsal.errors import NullCudaError
+
 PROGRAM = Path(__file__).with_name("nvidia_smi.c")
 SOURCES = sorted(each for each in Path(__file__).parent.glob("*.[ch]") if each != PROGRAM)
 LIBRARY = "libcuda.so.1"
@@ -54,10 +56,6 @@ _UNSUPPORTED = r"cu(solver|sparse|dnn)\w*([bB]ufferSize|SpaceSize|SpaceSizes|Get
 _VERSION_MACROS = ("CUDNN_MAJOR", "CUDNN_MINOR", "CUDNN_PATCH", "NCCL_MAJOR", "NCCL_MINOR", "NCCL_PATCH")
 
 
-class NullCudaError(RuntimeError):
-    """A null device cannot be built on this machine, or does not exist in this process."""
-
-
 def build() -> Path:
     """Build the library unless the cache contains it, and return its path.
 
@@ -65,7 +63,7 @@ def build() -> Path:
     """
     torch_folder, version, cuda = _torch()
     sources_hash = hashlib.sha256(b"".join(path.read_bytes() for path in (*SOURCES, PROGRAM, Path(__file__))))
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache").absolute() / "torchtune_adaptive"
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache").absolute() / "gpu_rehearsal"
     if re.search(r"[\s:]", str(cache)):  # LD_PRELOAD splits its value at these
         raise NullCudaError(
             f"the path of the cache has a space or a colon ({cache}): set XDG_CACHE_HOME to another path"

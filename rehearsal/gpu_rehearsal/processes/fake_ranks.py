@@ -6,12 +6,8 @@ import os
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
-from importlib.abc import MetaPathFinder
-from importlib.machinery import ModuleSpec
-from importlib.util import find_spec
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -23,9 +19,11 @@ from torch.distributed.utils import _verify_param_shape_across_processes
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
+from gpu_rehearsal.errors import CannotRehearse
 from gpu_rehearsal.recording.calls import record_description, record_host_call
-from gpu_rehearsal.processes.start import ONE_MACHINE, CannotRehearse
 from gpu_rehearsal.recording.operations import RECORDER
+from gpu_rehearsal.replacing import replace_everywhere
+from gpu_rehearsal.settings import ONE_MACHINE
 
 
 def set_rank_variables(rank: int, ranks: int) -> None:
@@ -37,21 +35,6 @@ def set_rank_variables(rank: int, ranks: int) -> None:
         RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK=str(rank % local), LOCAL_WORLD_SIZE=str(local),
         GROUP_RANK=str(rank // local), MASTER_ADDR="localhost", MASTER_PORT="29500", TORCHELASTIC_RUN_ID="rehearsal",
     )  # fmt: skip
-
-
-def _gather(agreement: Any, row: Sequence[float]) -> list[tuple[float, ...]]:
-    rows = [tuple(map(float, row))] * (dist.get_world_size() if dist.is_initialized() else 1)
-    if len(rows) > 1:
-        dist.all_gather_object(rows, rows[0])
-    return rows
-
-
-ENGINE_REPLACEMENTS: dict[str, dict[str, Any]] = {
-    "ranks": {"Agreement.gather": _gather},
-    "consistency": {"compare_replicas": lambda _: None},
-    "snapshot": {"copies_on_host": lambda _: [], "checksums_of": lambda _: []},  # values on the device have no meaning
-}
-"""By module of this package's engine: functions whose results come from other ranks or from the device."""
 
 
 StartRanks = Callable[[int], tuple[int, Sequence[int]]]
@@ -73,20 +56,24 @@ class FakeRanks:
         self._real_init, self._real_new_group = dist.init_process_group, dist.new_group
         self._real_split = dist.split_group
         self._real_broadcast = dist.broadcast_object_list
-        replace_everywhere(dist.init_process_group, self._init_process_group)
-        replace_everywhere(rendezvous, self._rendezvous)
-        replace_everywhere(dist.new_group, self._new_group)
-        replace_everywhere(dist.split_group, self._split_group)
-        replace_everywhere(dist.broadcast_object_list, self._broadcast_object_list)
-        replace_everywhere(torch.distributed.run.run, self._run_torchrun)
-        replace_everywhere(sys.modules["torch.multiprocessing.spawn"].start_processes, self._start_processes)
+        replace_everywhere(
+            {
+                dist.init_process_group: self._init_process_group,
+                rendezvous: self._rendezvous,
+                dist.new_group: self._new_group,
+                dist.split_group: self._split_group,
+                dist.broadcast_object_list: self._broadcast_object_list,
+                torch.distributed.run.run: self._run_torchrun,
+                sys.modules["torch.multiprocessing.spawn"].start_processes: self._start_processes,
+                # this function reads numbers of the device in C++
+                _verify_param_shape_across_processes: lambda *_, **__: None,
+            }
+        )
         # with a fake backend, a mesh would not make LOCAL_RANK's device the current one
         torch.distributed.device_mesh.get_backend = lambda *_: "nccl"  # type: ignore[attr-defined]
         # a fake group cannot gather the statistics of these layers, which are a few numbers
         torch.nn.SyncBatchNorm.forward = _BatchNorm.forward  # type: ignore[method-assign]
         _skip_reductions_of_ddp()
-        for name, members in ENGINE_REPLACEMENTS.items():
-            after_import(f"torchtune_adaptive.engine.{name}", partial(_replace_members, members))
 
     def begin(self, rank: int, ranks: int | None, start_ranks: StartRanks, store: Path) -> None:
         """Start the ranks, or let the launcher do it if `ranks` is None.
@@ -197,8 +184,6 @@ def _skip_reductions_of_ddp() -> None:
 
     DistributedDataParallel.__init__ = init  # type: ignore[method-assign]
     DistributedDataParallel.register_comm_hook = register_hook  # type: ignore[method-assign]
-    # this function reads numbers of the device in C++
-    replace_everywhere(_verify_param_shape_across_processes, lambda *_, **__: None)
 
 
 def _bucket_unchanged(group: dist.ProcessGroup, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -221,44 +206,3 @@ def _save_checkpoints_without_other_ranks() -> None:
 
     utils._DistWrapper.__init__ = init  # type: ignore[method-assign]
     default_planner._validate_global_plan = lambda *_: validate([], Metadata({}))
-
-
-def _replace_members(members: dict[str, Any], module: ModuleType) -> None:
-    for name, member in members.items():
-        owner, _, attribute = name.rpartition(".")
-        setattr(getattr(module, owner) if owner else module, attribute, member)
-
-
-class _AfterImport(MetaPathFinder):
-    def __init__(self, name: str, patch: Callable[[ModuleType], None]) -> None:
-        self._name, self._patch = name, patch
-
-    def find_spec(self, name: str, *_: Any) -> ModuleSpec | None:
-        if name != self._name:
-            return None
-        sys.meta_path.remove(self)
-        spec = find_spec(name)
-        if spec is not None and spec.loader is not None:
-            execute = spec.loader.exec_module
-
-            def exec_module(module: ModuleType) -> None:
-                execute(module)
-                self._patch(module)
-
-            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
-        return spec
-
-
-def after_import(name: str, patch: Callable[[ModuleType], None]) -> None:
-    """Call `patch` with a module: now if it is imported already, otherwise when the script imports it."""
-    if name in sys.modules:
-        patch(sys.modules[name])
-    else:
-        sys.meta_path.insert(0, _AfterImport(name, patch))
-
-
-def replace_everywhere(function: Any, by: Any) -> None:
-    """Replace a function in every module that has imported it."""
-    for module in [each for each in sys.modules.values() if each is not None]:
-        for name in [name for name, value in vars(module).items() if value is function]:
-            setattr(module, name, by)

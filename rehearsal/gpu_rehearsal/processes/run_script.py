@@ -34,22 +34,18 @@ from typing import Any, NoReturn
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from gpu_rehearsal.adapters import REHEARSAL, install_adapters
 from gpu_rehearsal.device import set_card
-from gpu_rehearsal.values.device_values import LARGE, DeviceValues
-from gpu_rehearsal.processes.fake_ranks import FakeRanks, after_import, replace_simple_launcher
+from gpu_rehearsal.errors import CannotRehearse
+from gpu_rehearsal.processes.commands import LAUNCHERS, program_of, script_of, without_python
+from gpu_rehearsal.processes.fake_ranks import FakeRanks, replace_simple_launcher
 from gpu_rehearsal.processes.server import end_with_parent
-from gpu_rehearsal.report.result import NEEDS_OTHERS
-from gpu_rehearsal.processes.start import (
-    LAUNCHERS,
-    CannotRehearse,
-    RankSettings,
-    program_of,
-    script_of,
-    without_python,
-)
-from gpu_rehearsal.recording.steps import StepRecorder, flush
 from gpu_rehearsal.processes.together import fork_ranks
-from torchtune_adaptive.run_hooks import HOOKS
+from gpu_rehearsal.recording.steps import StepRecorder, flush
+from gpu_rehearsal.replacing import after_import
+from gpu_rehearsal.report.record import NEEDS_OTHERS
+from gpu_rehearsal.settings import RankSettings
+from gpu_rehearsal.values.device_values import LARGE, DeviceValues
 
 SHARED = "torch.distributed.fsdp", "torch.distributed.tensor", "torch._dynamo"
 """Modules that most scripts import. Libraries are not among them: many of them use CUDA, which forbids to fork."""
@@ -108,9 +104,10 @@ def main(
     if program_of(command).startswith(("accelerate", "trl")):
         replace_simple_launcher(run)
     recorder = StepRecorder(folder / str(settings.rank), settings)
+    REHEARSAL.record, REHEARSAL.trial = recorder.write, recorder.trial
     if settings.without_data:
-        HOOKS.folder_without_data = folder / "output"
-        HOOKS.folder_without_data.mkdir()
+        REHEARSAL.folder_without_data = folder / "output"
+        REHEARSAL.folder_without_data.mkdir()
 
     def start_ranks(ranks: int) -> tuple[int, Sequence[int]]:
         """Return the rank of this process, and the ranks that run."""
@@ -134,12 +131,12 @@ def main(
 def replace_functions() -> tuple[FakeRanks, DeviceValues]:
     """Replace the functions of torch that a null device does not support."""
     fake_ranks, values = FakeRanks(run), DeviceValues()
-    HOOKS.has_peers = HOOKS.has_values = False
     fake_ranks.install()
     _skip_autotuning()
     _skip_writes_on_host()
     after_import("transformers.modeling_utils", _build_models_without_weights)
     values.install()
+    install_adapters()
     return fake_ranks, values
 
 

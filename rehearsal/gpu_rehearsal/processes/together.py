@@ -13,12 +13,12 @@ from pathlib import Path
 
 import torch
 
-from gpu_rehearsal.hangs.replay import Replay
+from gpu_rehearsal.errors import CannotRehearse
 from gpu_rehearsal.hangs.explain import Ended, explain
+from gpu_rehearsal.hangs.replay import Replay
 from gpu_rehearsal.processes.server import end_with_parent
 from gpu_rehearsal.recording.calls import start_recording
-from gpu_rehearsal.report.result import COMPARED
-from gpu_rehearsal.processes.start import CannotRehearse
+from gpu_rehearsal.report.record import COMPARED
 
 GRACE_S = 10
 """After a rank has failed, the others are killed if they have not ended within these seconds."""

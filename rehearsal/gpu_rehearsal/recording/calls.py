@@ -32,8 +32,7 @@ _METHODS = {
 _SIZES_DIFFER = {"alltoall", "alltoall_base", "all_to_all_single", "barrier", "gather", "monitored_barrier", "scatter"}
 """Methods for which ranks may pass tensors of different sizes."""
 LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")})
-_HERE = (str(Path(null_cuda.__file__).parent), str(Path(__file__).parent))
-_TORCH = (str(Path(torch.__file__).parent) + os.sep, contextlib.__file__, *_HERE, "<")
+_TORCH = (str(Path(torch.__file__).parent) + os.sep, contextlib.__file__, str(Path(__file__).parents[1]), "<")
 MOST_BYTES = 480
 """Of the lines that led to a call."""
 _started = False
@@ -45,7 +44,7 @@ def start_recording() -> None:
     """Record lines and host collectives of this process from here on, into the folder NULL_CUDA_RECORD."""
     global _started
     _started = True
-    null_cuda.record_lines(lines)
+    device.record_lines(lines)
     for name in _METHODS & {*vars(dist.ProcessGroup)}:
         setattr(dist.ProcessGroup, name, _recorded(name, getattr(dist.ProcessGroup, name)))
 
@@ -54,20 +53,20 @@ def record_host_call(group: str, ranks: Sequence[int], what: str) -> None:
     """Record that this host waits for the others of a group that has these ranks."""
     if _started:
         at = [*ranks].index(dist.get_rank()) if dist.is_initialized() else int(os.environ["RANK"])
-        null_cuda.record("host", group, at, len(ranks), what, lines(), _thread())
+        device.record("host", group, at, len(ranks), what, lines(), _thread())
 
 
 def record_description(text: str) -> None:
     """Describe the communicator that is created next."""
     if _started:
-        null_cuda.record("describe", text)
+        device.record("describe", text)
 
 
 def record_fake(group: dist.ProcessGroup, what: str, tensors: Sequence[torch.Tensor]) -> None:
     """Record a collective of a group of which only some ranks run. No stream waits for it."""
     if _started and group.size() > 1:
         _describe(name := group.group_name, group, 0)
-        null_cuda.record(
+        device.record(
             "call", name, "", "", _with_size(what.strip("_"), tensors), lines(), f"{NO_STREAM}{name}", next(_numbers)
         )
 
@@ -97,15 +96,15 @@ def _record(
         name = function.f_code.co_name
     what = f"{name} on hosts" if name in _SIZES_DIFFER else f"{_with_size(name, tensors)} on hosts"
     if waits:
-        null_cuda.record("host", key, group.rank(), group.size(), what, lines(), _thread(), between, verb)
+        device.record("host", key, group.rank(), group.size(), what, lines(), _thread(), between, verb)
     else:
-        null_cuda.record("call", key, between, verb, what, lines(), f"{NO_STREAM}{key}{between}", next(_numbers))
+        device.record("call", key, between, verb, what, lines(), f"{NO_STREAM}{key}{between}", next(_numbers))
 
 
 def _describe(key: str, group: dist.ProcessGroup, size: int) -> None:
     if key not in _described:
         _described.add(key)
-        null_cuda.record("place", key, group.rank(), size, group.group_desc)
+        device.record("place", key, group.rank(), size, group.group_desc)
 
 
 def _with_size(what: str, tensors: Sequence[torch.Tensor]) -> str:

@@ -8,7 +8,7 @@ from collections import Counter
 import torch
 from torch.utils._pytree import tree_leaves
 
-from gpu_rehearsal.report.result import GRADIENTS, OPTIMIZER, OTHER, PARAMETERS
+from gpu_rehearsal.report.record import GRADIENTS, OPTIMIZER, OTHER, PARAMETERS
 
 
 def memory_by_holder(device: int) -> dict[str, int]:

@@ -22,8 +22,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from gpu_rehearsal.processes.start import ONE_MACHINE
 from gpu_rehearsal.report.step_time import BF16, FP8, FP32, HOST, MEMORY, TF32, Operation, Transfer, Work
+from gpu_rehearsal.settings import ONE_MACHINE
 
 _RATES = {
     "c10::BFloat16": BF16, "c10::Half": BF16, "c10::Float8_e4m3fn": FP8, "c10::Float8_e5m2": FP8, "signed char": FP8,

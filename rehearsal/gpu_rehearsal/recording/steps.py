@@ -13,7 +13,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from operator import attrgetter
 from pathlib import Path
@@ -26,18 +26,17 @@ import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdRef
 
+from gpu_rehearsal.adapters import folders_with_adapters
 from gpu_rehearsal.device import used_convolutions, used_memory, used_workspaces
-from gpu_rehearsal.processes.fake_ranks import after_import
-from gpu_rehearsal.recording.later_batches import larger_batch, note_batches
-from gpu_rehearsal.recording.holders import memory_by_holder
 from gpu_rehearsal.recording.calls import LIBRARIES, lines_of
-from gpu_rehearsal.report.result import END, END_OF_STEP, MOST_READS, NEEDS_OTHERS
-from gpu_rehearsal.processes.start import RankSettings
+from gpu_rehearsal.recording.holders import memory_by_holder
+from gpu_rehearsal.recording.later_batches import larger_batch, note_batches
 from gpu_rehearsal.recording.operations import RECORDER
-from torchtune_adaptive.run_hooks import HOOKS
+from gpu_rehearsal.report.record import END, END_OF_STEP, MOST_READS, NEEDS_OTHERS
+from gpu_rehearsal.settings import RankSettings
 
 _TORCH = str(Path(torch.__file__).parent)
-_HERE, _PACKAGE = map(str, Path(__file__).parents[:2])
+_PACKAGE = str(Path(__file__).parents[1])
 
 
 class StepRecorder:
@@ -85,7 +84,6 @@ class StepRecorder:
         # so that Dynamo does not trace them if the script compiles its optimizer's step
         register_optimizer_step_pre_hook(torch.compiler.disable(self._before_optimizer_step))
         register_optimizer_step_post_hook(torch.compiler.disable(self._after_optimizer_step))
-        HOOKS.record = self.write
         note_batches()
         construct = torch.optim.Optimizer.__init__
 
@@ -94,7 +92,6 @@ class StepRecorder:
             self._optimizers.add(optimizer)
 
         torch.optim.Optimizer.__init__ = init  # type: ignore[method-assign,assignment]
-        after_import("torchtune_adaptive.engine.probes", self._exclude_probes)
         exit_at_once = os._exit
 
         def exit_after_record(status: int) -> NoReturn:
@@ -136,19 +133,15 @@ class StepRecorder:
         self.write("end", {**asdict(_fullest(after_last_step)), **facts})
         self._process = 0  # the record is complete
 
-    def _exclude_probes(self, probes: Any) -> None:
-        """Exclude the steps that a search of this package's engine runs."""
-        probing = probes.probing
-
-        @contextmanager
-        def excluded(*args: Any) -> Iterator[Any]:
-            self._searching = True
-            with ExitStack() as after:
-                after.callback(self._peaks.read)
-                after.callback(setattr, self, "_searching", False)
-                yield after.enter_context(probing(*args))
-
-        probes.probing = excluded
+    @contextmanager
+    def trial(self) -> Iterator[None]:
+        """Within the context, optimizer steps and errors are those of a search, and peaks are not counted."""
+        self._searching = True
+        try:
+            yield
+        finally:
+            self._searching = False
+            self._peaks.read()
 
     def _before_optimizer_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if self._searching or self._stepping not in (None, optimizer):
@@ -266,7 +259,11 @@ def _script_contains(pattern: str) -> bool:
     """Return True if the source of the script, or of a module outside of libraries, contains a pattern."""
     modules = (getattr(each, "__dict__", {}) for each in [*sys.modules.values()])  # does not import lazy ones
     files = {*sys.argv[:1], *(str(each.get("__file__")) for each in modules)}
-    own = (Path(each) for each in files if each.endswith(".py") and not each.startswith((_PACKAGE, *LIBRARIES)))
+    own = (
+        Path(each)
+        for each in files
+        if each.endswith(".py") and not each.startswith((_PACKAGE, *LIBRARIES, *folders_with_adapters()))
+    )
     return any(re.search(pattern, path.read_text(errors="replace")) for path in own if path.exists())
 
 
@@ -297,7 +294,7 @@ def _stack(frame: FrameType | None) -> list[tuple[str, int]]:
     """Return file and line of each frame outside this package, innermost first."""
     frames = traceback.walk_stack(frame) if frame else ()
     found = ((each.f_code.co_filename, line) for each, line in frames)
-    return [each for each in found if not each[0].startswith((_HERE, "<"))]
+    return [each for each in found if not each[0].startswith((_PACKAGE, "<"))]
 
 
 def _message(error: BaseException | None) -> str | None:

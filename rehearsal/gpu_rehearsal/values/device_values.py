@@ -20,10 +20,10 @@ from torch.utils._device import _device_constructors
 from torch.utils._pytree import tree_leaves, tree_map
 
 from gpu_rehearsal.device import settle
-from gpu_rehearsal.processes.fake_ranks import after_import
-from gpu_rehearsal.values.guesses import Guesses
 from gpu_rehearsal.recording.calls import record_fake
-from gpu_rehearsal.report.result import NEEDS_OTHERS
+from gpu_rehearsal.replacing import after_import
+from gpu_rehearsal.report.record import NEEDS_OTHERS
+from gpu_rehearsal.values.guesses import Guesses
 
 LARGE, LARGE_TO_SEND = 2**23, 2**20
 """Tensors with at least `LARGE` elements are not computed, and those with at least `LARGE_TO_SEND` are not sent."""

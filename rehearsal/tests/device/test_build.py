@@ -97,7 +97,7 @@ def quick(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ({"CC": "/nope/gcc"}, "needs a C compiler"),
         ({"CC": "cc '"}, "building the null device failed: "),
         ({"CC": "false"}, "status 1; set CC to a working C compiler$"),
-        ({"XDG_CACHE_HOME": "file"}, r"cannot build in .*file/torchtune_adaptive.*: set XDG_CACHE_HOME$"),
+        ({"XDG_CACHE_HOME": "file"}, r"cannot build in .*file/gpu_rehearsal.*: set XDG_CACHE_HOME$"),
         # LD_PRELOAD would split these paths
         ({"XDG_CACHE_HOME": "with space"}, "the path of the cache has a space or a colon"),
         ({"XDG_CACHE_HOME": "co:lon"}, "the path of the cache has a space or a colon"),

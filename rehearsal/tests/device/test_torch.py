@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -119,12 +120,15 @@ def test_recurrent_cudnn_layers_are_refused_in_one_line() -> None:
         nn.LSTM(64, 64, device="cuda")
 
 
-@on_null_device(ranks=2, in_group=False)
-def test_nccl_collectives_return_and_transfer_no_data() -> None:
-    store = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), 2, os.environ["RANK"] == "0")
-    dist.init_process_group("cpu:gloo,cuda:nccl", store=store, rank=int(os.environ["RANK"]), world_size=2)
+@on_null_device()
+def test_nccl_collectives_return_and_transfer_no_data(tmp_path: Path) -> None:
+    rank = int(os.fork() == 0)
+    store = dist.FileStore(str(tmp_path / "store"), 2)
+    dist.init_process_group("cpu:gloo,cuda:nccl", store=store, rank=rank, world_size=2)
     on_card, on_host = torch.full((2,), 5.0).cuda(), torch.full((2,), 5.0)
     dist.all_reduce(on_card)
     dist.all_reduce(on_host)
     dist.barrier()
+    if rank:
+        os._exit(0)
     assert (on_card.tolist(), on_host.tolist()) == ([5.0, 5.0], [10.0, 10.0])

@@ -78,7 +78,7 @@ def rehearse(case: Case) -> Found:
     """Rehearse a script in an empty folder, as a user would."""
     command = declared(case.about, "command", "-- SCRIPT").split()
     words = [str(case.script) if word == "SCRIPT" else word for word in command]
-    program = [str(Path(sys.executable).with_name("tune-adaptive")), "rehearse", "--steps", "3", "--format", "json"]
+    program = [str(Path(sys.executable).with_name("rehearse")), "--steps", "3", "--format", "json"]
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     with tempfile.TemporaryDirectory() as folder:
         process = subprocess.Popen(
@@ -100,7 +100,7 @@ def judge(case: Case, printed: str, errors: str, cpu_s: float) -> Found:
     """Compare the answer with what the script's comments expect."""
     answer = json.loads(printed) if printed.startswith("{") else {}
     verdict = answer.get("verdict") or (errors.strip().splitlines() or ["no answer"])[-1]
-    verdict = re.sub(r"/[^ ,]*/(site-packages|scripts|torchtune_adaptive)/", r"\1/", verdict)
+    verdict = re.sub(r"/[^ ,]*/(site-packages|scripts|gpu_rehearsal)/", r"\1/", verdict)
     steps = [*answer.get("steps", ()), answer.get("after_last_step")]
     peak = max((step["allocated_bytes"] for step in steps if step), default=0)
     least = eval(declared(case.about, "bytes", "0"))

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from gpu_rehearsal.errors import ConfigError
 from gpu_rehearsal.ci.cases import read_cases
 from gpu_rehearsal.ci.expectations import (
     Expectations,
@@ -15,6 +14,7 @@ from gpu_rehearsal.ci.expectations import (
     read_peaks,
     update_peaks,
 )
+from gpu_rehearsal.errors import ConfigError
 from gpu_rehearsal.report.result import RehearsalResult
 
 GIB = 2**30
@@ -153,7 +153,7 @@ def test_case_is_expanded_to_each_gpu_and_rank_with_the_defaults_that_apply_to_i
         ("[[case]]\nname = 'x'", "case x: a command is needed"),
         ("[[case]]\ncommand = 'a.py'\ngpu = 'h1000'", "unknown GPU 'h1000'"),
         ("[[case]]\ncommand = 'a.py'\n[[case]]\ncommand = 'a.py'", "two cases are named 'a.py, h100'"),
-        ("[[case]]\ncommand = 'a.py'\nreserved_below = 'x'", "case 1: reserved_below: cannot read 'x'"),
+        ("[[case]]\ncommand = 'a.py'\nreserved_below = 'x'", "case 1: reserved_below is 'x'"),
         ("[[case]]\ncommand = 'a.py'\ngpu = []", "case 1: gpu is an empty list"),
         ("[[case]]\ncommand = 'a.py'\nranks = []", "case 1: ranks is an empty list"),
         ("[[case]]\ncommand = 'a.py {1:9}'\ngrowth_percent = 2", "case 1: growth_percent .* at_least"),

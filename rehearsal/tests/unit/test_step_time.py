@@ -4,10 +4,10 @@ import functools
 import json
 import re
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 
-from tests.unit.source import ROOT
 from gpu_rehearsal.gpus import GPUS, H100, Gpu
 from gpu_rehearsal.report.result import RehearsalResult
 from gpu_rehearsal.report.step_time import (
@@ -29,6 +29,7 @@ from gpu_rehearsal.report.step_time import (
 )
 from gpu_rehearsal.sweep import SweepRow, as_table, compare, largest, range_in
 
+ROOT = Path(__file__).parents[2]
 MATMUL = Operation(BF16, 1e15, 10**9)
 COPY = Operation(MEMORY, 0, 10**12)
 

@@ -1,0 +1,1 @@
+"""Compare rehearsals with what a project expects of them."""

@@ -1,0 +1,1 @@
+"""Replay the calls of all ranks, and explain which ranks wait for each other."""

@@ -1,0 +1,126 @@
+"""Rehearse again with random values: does memory depend on numbers that a kernel would have computed?"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from itertools import takewhile
+
+from gpu_rehearsal.gpus import Gpu
+from gpu_rehearsal.processes.start import rehearse_once
+from gpu_rehearsal.report.record import END, END_OF_STEP, NOT_FINITE, USUAL
+from gpu_rehearsal.report.result import RehearsalResult
+from gpu_rehearsal.settings import RankSettings
+
+MOST_RANDOM = 8
+"""Rehearsals with random values."""
+
+
+def rehearse_with_values(
+    settings: RankSettings, command: Sequence[str], gpu: Gpu, ranks: int | None, *, quiet: bool
+) -> RehearsalResult:
+    """Rehearse a command and, if it fits and has read values that a kernel would have computed, also with random ones.
+
+    If memory differs, find the places that decide this, until random values at all others make no difference.
+    """
+    found = _rehearse(settings._replace(ranks=ranks), command, gpu, quiet=quiet)
+    if not found.fits or not found.places_read:
+        return found
+    if not quiet:
+        print("rehearse: the script reads computed values: once more, with random ones", file=sys.stderr)
+    spent, ends = [found.cpu_s], list[str]()
+
+    def differing(kept: Sequence[str] | None, *, not_finite: bool = False) -> RehearsalResult | None:
+        """Rehearse with random values, except at these places, or with NaN. Return the result if its memory differs."""
+        changed = settings._replace(ranks=found.ranks, kept=kept, not_finite=not_finite)
+        other = _rehearse(changed, command, gpu, quiet=True)
+        spent.append(other.cpu_s)
+        if other.fits and len(other.steps) > len(found.steps):
+            ends.append(found.last_read)
+        return other if _compare(other, found) else None
+
+    others: dict[str, RehearsalResult] = {}
+    while len(spent) <= MOST_RANDOM and (other := differing([*others])):
+        suspects = [each for each in _reads_before_difference(found, other) if each not in others]
+        while _compare(other, found) > 0 and len(suspects) > 1 and len(spent) <= MOST_RANDOM:
+            recent, earlier = suspects[: len(suspects) // 2], suspects[len(suspects) // 2 :]
+            again = differing([*others, *recent])
+            suspects = earlier if again and _compare(again, found) > 0 else recent
+        if not suspects:
+            found = replace(found, is_repeatable=False)
+            break
+        others[suspects[0]] = other
+    other = differing(None, not_finite=True) if found.end.get("checks_for_nan") else None
+    if other and (other.out_of_memory or (other.fits and _has_higher_peak(other, found, "reserved_bytes"))):
+        place = next(iter(_reads_before_difference(found, other)), "an unknown line")
+        others[place if place in others else NOT_FINITE + place] = other
+    found = _merged(found, others)
+    return replace(found, cpu_s=sum(spent), ended_by=next(iter(ends), ""))
+
+
+def _rehearse(settings: RankSettings, command: Sequence[str], gpu: Gpu, *, quiet: bool) -> RehearsalResult:
+    """Rehearse a command once. If quiet, keep its output for the result."""
+    with tempfile.TemporaryFile() if quiet else nullcontext() as output:
+        found = rehearse_once(command, gpu, settings, output)
+        if output and found.fits is None:
+            output.seek(0)
+            found = replace(found, output=output.read().decode(errors="replace"))
+    if quiet and found.interrupted:
+        raise KeyboardInterrupt
+    return found
+
+
+def _per_step(found: RehearsalResult) -> list[tuple[int, int]]:
+    """Return for each step and the end: the bytes allocated so far in total, and the peak."""
+    totals = (each["total_bytes"] for each in found.reads if each["at"] in (END_OF_STEP, END))
+    return [*zip(totals, (each["allocated_bytes"] for each in found.all_peaks), strict=False)]
+
+
+def _compare(found: RehearsalResult, usual: RehearsalResult) -> int:
+    """Return 1 if this rehearsal with random values failed or needed more memory, -1 if it needed less."""
+    if not found.fits or _has_higher_peak(found, usual):
+        return 1
+    mine, theirs = _per_step(found), _per_step(usual)
+    if len(mine) != len(theirs):  # one has ended earlier: its end is not the end of a step
+        mine, theirs = mine[:-1], theirs[:-1]
+    differences = ((mine > theirs) - (mine < theirs) for mine, theirs in zip(mine, theirs, strict=False))
+    return next(filter(None, differences), 0)
+
+
+def _has_higher_peak(found: RehearsalResult, other: RehearsalResult, of: str = "allocated_bytes") -> bool:
+    """Return True if this rehearsal had a higher peak of this memory."""
+    return found.run_peaks[of] > other.run_peaks[of]
+
+
+def _reads_before_difference(found: RehearsalResult, other: RehearsalResult) -> list[str]:
+    """Return the places that have read values before another rehearsal differed from this one, the last first."""
+    pairs = zip(found.reads, other.reads, strict=False)
+    same = [mine["at"] for mine, _ in takewhile(lambda pair: pair[0] == pair[1], pairs)]
+    return [at for at in dict.fromkeys(reversed(same)) if at not in (END_OF_STEP, END)]
+
+
+def _merged(found: RehearsalResult, others: Mapping[str, RehearsalResult]) -> RehearsalResult:
+    """Return the result with the highest peak: `found`, or one with random values.
+
+    If one of them has run out of memory, there is no answer. `others` has the place that has decided each of them.
+    """
+    worst = max((found, *others.values()), key=lambda each: each.run_peaks["reserved_bytes"] if each.fits else 0)
+    runs = {**others, USUAL: found} if worst is not found else others
+    return replace(
+        worst,
+        too_large=next((place for place, each in others.items() if each.out_of_memory), ""),
+        is_repeatable=found.is_repeatable,
+        tried=[
+            {
+                "place": place,
+                "verdict": each.verdict().partition("; ")[0],
+                "higher": each.fits is not None
+                and any(mine[1] > theirs[1] for mine, theirs in zip(_per_step(each), _per_step(found), strict=False)),
+                "failed": each.fits is None,
+            }
+            for place, each in runs.items()
+        ],
+    )
