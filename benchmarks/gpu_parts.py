@@ -43,7 +43,7 @@ from tests.gpu.real_steps import (
 )
 from tests.ranks import run_on_ranks
 from torchtune_adaptive import find_max_batch_size
-from torchtune_adaptive.engine.governor import Change
+from torchtune_adaptive.engine.limit_policy import Change
 from torchtune_adaptive.engine.memory import CudaMemory
 from torchtune_adaptive.engine.oom import release_memory
 

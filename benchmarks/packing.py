@@ -41,7 +41,7 @@ RANKS = (1, 2)
 LONGEST = 512
 SHORTEST = 8
 EPOCH_STEPS = 4
-MEMORY_WITHIN = "torchtune_adaptive.tune.training_loop.memory_within"
+MEMORY_WITHIN = "torchtune_adaptive.loop.training_loop.memory_within"
 
 
 @dataclass(frozen=True)
@@ -188,7 +188,7 @@ class Contender:
 
     @contextmanager
     def _steps_alone(self) -> Iterator[None]:
-        clean = "torchtune_adaptive.tune.training_loop.free_setup_memory"
+        clean = "torchtune_adaptive.loop.training_loop.free_setup_memory"
         with mock.patch(MEMORY_WITHIN, return_value=nullcontext()), mock.patch(clean):
             yield
 

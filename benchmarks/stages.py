@@ -29,11 +29,11 @@ from tests.ranks import run_on_ranks
 from tests.recipes.recorders import search_results
 from tests.recipes.running import demo_config, load_ours
 from torchtune_adaptive.engine.search import STRATEGIES
-from torchtune_adaptive.tune.preference import POLICY, REFERENCE
+from torchtune_adaptive.objectives.preference import POLICY, REFERENCE
 
 RANKS = 2
 EPOCH_STEPS = 2
-MEMORY_WITHIN = "torchtune_adaptive.tune.training_loop.memory_within"
+MEMORY_WITHIN = "torchtune_adaptive.loop.training_loop.memory_within"
 STAGES = (POLICY, REFERENCE)
 """The folder with the search record of each stage."""
 

@@ -20,7 +20,7 @@ from tests.ranks import run_on_ranks
 from tests.recipes.recorders import search_results
 from tests.recipes.running import demo_config, load_ours
 from torchtune_adaptive.engine.search import STRATEGIES, History
-from torchtune_adaptive.tune import batch_size
+from torchtune_adaptive.loop import batch_size
 
 RANKS = 2
 BRUTE_FORCE = "brute force"

@@ -5,14 +5,15 @@
 Accepts every config of torchtune's full_dpo_distributed unchanged.
 """
 
+from torchtune_adaptive.build.optimizer import build_optimization
 from torchtune_adaptive.checkpoints.contents import Contents
 from torchtune_adaptive.config import components
 from torchtune_adaptive.config.checks import read_full_dpo_settings
+from torchtune_adaptive.data.loading import build_pairs
 from torchtune_adaptive.lifecycle.entry_point import DictConfig, run_recipe
-from torchtune_adaptive.tune.batch_size import set_batch_sizes
-from torchtune_adaptive.tune.data import build_pairs
-from torchtune_adaptive.tune.optimizer import build_optimization
-from torchtune_adaptive.tune.preference import (
+from torchtune_adaptive.loop.batch_size import set_batch_sizes
+from torchtune_adaptive.loop.training_loop import Run, TrainingLoop
+from torchtune_adaptive.objectives.preference import (
     PAIRS,
     POLICY,
     Passes,
@@ -21,7 +22,6 @@ from torchtune_adaptive.tune.preference import (
     build_validation_of_pairs,
     figures_of,
 )
-from torchtune_adaptive.tune.training_loop import Run, TrainingLoop
 
 
 class AdaptiveFullDPODistributed:

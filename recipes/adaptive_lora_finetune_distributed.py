@@ -11,7 +11,7 @@ from adaptive_full_finetune_distributed import AdaptiveFullFinetuneDistributed
 from torchtune_adaptive.checkpoints.contents import Contents
 from torchtune_adaptive.config.checks import read_lora_settings
 from torchtune_adaptive.lifecycle.entry_point import DictConfig, run_recipe
-from torchtune_adaptive.tune.training_loop import Run
+from torchtune_adaptive.loop.training_loop import Run
 
 
 class AdaptiveLoraFinetuneDistributed(AdaptiveFullFinetuneDistributed):

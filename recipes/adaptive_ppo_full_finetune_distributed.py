@@ -7,9 +7,12 @@ Accepts the keys of torchtune's ppo_full_finetune_single_device.
 
 from collections.abc import Sequence
 
+from torchtune_adaptive.build.optimizer import build_optimization
 from torchtune_adaptive.config import components
 from torchtune_adaptive.config.remedies import KEYS_IN_PPO
+from torchtune_adaptive.data.samples import Sample
 from torchtune_adaptive.lifecycle.entry_point import DictConfig, run_recipe
+from torchtune_adaptive.loop.training_loop import Run
 from torchtune_adaptive.rl.generation import Generate
 from torchtune_adaptive.rl.iterations import Iterations
 from torchtune_adaptive.rl.ppo import (
@@ -23,9 +26,6 @@ from torchtune_adaptive.rl.ppo import (
 from torchtune_adaptive.rl.rollouts import updates_of
 from torchtune_adaptive.rl.settings import PPO_KEYS, read_ppo_settings
 from torchtune_adaptive.rl.stages import TRAIN_POLICY, TRAIN_VALUE
-from torchtune_adaptive.tune.optimizer import build_optimization
-from torchtune_adaptive.tune.samples import Sample
-from torchtune_adaptive.tune.training_loop import Run
 
 
 class AdaptivePPOFullFinetuneDistributed:

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from torchtune_adaptive.engine.meter import wraps_tensors
 from torchtune_adaptive.engine.ranks import rank as this_rank
 from torchtune_adaptive.engine.ranks import world_size
 from torchtune_adaptive.engine.step import ContextForPass, PassKind, StepRunner
+from torchtune_adaptive.engine.tensors import wraps_tensors
 
 if TYPE_CHECKING:
     from torch._ops import OpOverload

@@ -78,9 +78,10 @@ def adapt_trainers(rehearsal: Rehearsal) -> None:
 def adapt_recipes(rehearsal: Rehearsal) -> None:
     """Record searches and errors, write no checkpoints, and replace data with `--without-data`."""
     from torchtune_adaptive.checkpoints import resuming, store
-    from torchtune_adaptive.lifecycle import entry_point
+    from torchtune_adaptive.data import balancing
+    from torchtune_adaptive.lifecycle import distributed, entry_point
+    from torchtune_adaptive.loop import batch_size
     from torchtune_adaptive.report import tables
-    from torchtune_adaptive.tune import batch_size, dealing, distributed
 
     read, report, record = entry_point.checked_config, entry_point.report_error, batch_size.record_search
 
@@ -105,7 +106,7 @@ def adapt_recipes(rehearsal: Rehearsal) -> None:
         entry_point.report_error: report_error,
         batch_size.record_search: record_search,
         tables.time_of: lambda _: "",  # no kernel runs
-        dealing.dealer_of: lambda *_: None,
+        balancing.balancer_of: lambda *_: None,
         distributed.store_of_this_start: dict,
         # no run may resume from a rehearsal
         resuming.begin_record: lambda *_: None,
@@ -179,7 +180,7 @@ class NoWeights:
         """Return a marker, with which parameters are allocated but not initialized."""
         from torchtune import training
 
-        from torchtune_adaptive.tune.model import Unfilled
+        from torchtune_adaptive.build.model import Unfilled
 
         return {training.MODEL_KEY: Unfilled()}
 
@@ -206,7 +207,7 @@ class SyntheticDataset(Dataset[dict[str, Any]]):
     """Generates samples with the fields of all recipes; their lengths cycle through `lengths`."""
 
     def __init__(self, tokenizer: Any, *, lengths: Sequence[int], samples: int) -> None:
-        from torchtune_adaptive.tune.samples import PAIR, TEXT
+        from torchtune_adaptive.data.samples import PAIR, TEXT
 
         self._lengths, self._samples = list(lengths), samples
         self._fields = [each for kind in (TEXT, PAIR) for pair in kind.sequences for each in (pair.tokens, pair.labels)]

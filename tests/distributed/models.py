@@ -18,15 +18,15 @@ from torchtune.models.llama3 import llama3, lora_llama3
 from torchtune.modules.peft import get_adapter_params, set_trainable_params
 from torchtune.training.activations import apply_selective_activation_checkpointing
 
+from torchtune_adaptive.data.unpadded import allowing_long_rows, support_documents, targets_of
+from torchtune_adaptive.data.unpadded import concatenated as join
 from torchtune_adaptive.engine import buckets
 from torchtune_adaptive.engine.limits import Limit, RowLimit
 from torchtune_adaptive.engine.plans import SampleKind
 from torchtune_adaptive.engine.recovery import Recovery
 from torchtune_adaptive.engine.results import Totals
 from torchtune_adaptive.engine.step import StepRunner
-from torchtune_adaptive.tune.finetuning import logits_only_for
-from torchtune_adaptive.tune.unpadded import allowing_long_rows, support_documents, targets_of
-from torchtune_adaptive.tune.unpadded import concatenated as join
+from torchtune_adaptive.objectives.finetuning import logits_only_for
 
 VOCABULARY = 64
 

@@ -25,25 +25,25 @@ from tests import ranks
 from tests.gpu.old_cudnn import use_torchs_attention_with_old_cudnn
 from tests.null.processes import FORKING_ON_NULL
 from tests.recipes.running import demo_config
+from torchtune_adaptive.build.model import Unfilled, build_full_model, build_lora_model, phase_boundaries
+from torchtune_adaptive.build.optimizer import Optimization, build_optimization
 from torchtune_adaptive.config.checks import read_full_settings, read_lora_settings
 from torchtune_adaptive.config.keys import Settings
+from torchtune_adaptive.data.checked_dataset import CheckedDataset
+from torchtune_adaptive.data.loading import Collate, Data, build_collate
+from torchtune_adaptive.data.samples import TEXT, Sample
 from torchtune_adaptive.engine import snapshot
-from torchtune_adaptive.engine.governor import Change
+from torchtune_adaptive.engine.limit_policy import Change
 from torchtune_adaptive.engine.limits import RowLimit
 from torchtune_adaptive.engine.memory import CudaMemory
-from torchtune_adaptive.engine.meter import plain_tensors
 from torchtune_adaptive.engine.plans import SampleKind
 from torchtune_adaptive.engine.probes import TrainingStep
 from torchtune_adaptive.engine.recovery import Recovery
 from torchtune_adaptive.engine.step import StepRunner
+from torchtune_adaptive.engine.tensors import plain_tensors
 from torchtune_adaptive.formatting import MemorySize
-from torchtune_adaptive.tune.checked_dataset import CheckedDataset
-from torchtune_adaptive.tune.data import Collate, Data, build_collate
-from torchtune_adaptive.tune.distributed import Devices, free_setup_memory, mesh_of
-from torchtune_adaptive.tune.finetuning import ForwardBackward, build_loss
-from torchtune_adaptive.tune.model import Unfilled, build_full_model, build_lora_model, phase_boundaries
-from torchtune_adaptive.tune.optimizer import Optimization, build_optimization
-from torchtune_adaptive.tune.samples import TEXT, Sample
+from torchtune_adaptive.lifecycle.distributed import Devices, free_setup_memory, mesh_of
+from torchtune_adaptive.objectives.finetuning import ForwardBackward, build_loss
 
 Case = TypeVar("Case")
 Result = TypeVar("Result")

@@ -24,10 +24,10 @@ from tests.gpu.real_steps import (
     use,
 )
 from tests.ranks import run_on_ranks
-from tests.unit.tune.models import furthest
+from tests.unit.data.models import furthest
+from torchtune_adaptive.data.samples import Sample
 from torchtune_adaptive.engine.oom import release_memory
 from torchtune_adaptive.engine.step import PassKind
-from torchtune_adaptive.tune.samples import Sample
 
 OnHost: TypeAlias = dict[str, torch.Tensor]
 """Gradients by parameter."""

@@ -25,10 +25,10 @@ from tests.ranks import run_on_ranks
 from torchtune_adaptive.config.command_line import locate
 from torchtune_adaptive.engine.limits import RowLimit
 from torchtune_adaptive.engine.memory import CudaMemory
-from torchtune_adaptive.engine.meter import plain_tensors
 from torchtune_adaptive.engine.oom import clear_frames, is_oom, release_memory
 from torchtune_adaptive.engine.probes import find_max_batch_size
 from torchtune_adaptive.engine.search import SearchResult
+from torchtune_adaptive.engine.tensors import plain_tensors
 
 TOKENS = 1024
 ROOM_BYTES = 16 * GIB

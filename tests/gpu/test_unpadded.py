@@ -7,7 +7,7 @@ import torch
 
 from tests.gpu.real_steps import use
 from tests.ranks import run_on_ranks
-from tests.unit.tune.models import build, furthest, padded, samples, totals_and_gradients, unpadded
+from tests.unit.data.models import build, furthest, padded, samples, totals_and_gradients, unpadded
 from torchtune_adaptive.engine.limits import fit_surface
 
 CLOSE = 3e-2

@@ -18,8 +18,8 @@ from tests.fault_injection import FaultInjector
 from tests.recipes.ppo.rollouts import NEW, ppo_config
 from tests.recipes.running import demo_config, load_ours
 from torchtune_adaptive.engine.step import PassKind, StepRunner
+from torchtune_adaptive.lifecycle import distributed
 from torchtune_adaptive.rl.rollouts import worst_rollout
-from torchtune_adaptive.tune import distributed
 
 PPO = "full_ppo"
 CARD = 80 * 2**30

@@ -35,8 +35,8 @@ from tests.null.processes import OnNull, null_processes
 from tests.ranks import RankFailed, RanksHung
 from torchtune_adaptive.atomic_files import read_json
 from torchtune_adaptive.engine.collectives import CollectiveLedger
+from torchtune_adaptive.objectives.preference import POLICY
 from torchtune_adaptive.rl.stages import TRAIN_POLICY
-from torchtune_adaptive.tune.preference import POLICY
 
 BACKENDS = ("nccl", "nccl2", "nccl-lazy", "nccl-legacy")
 """All names that torch has for NCCL; torch 2.13 has only the first."""

@@ -15,14 +15,14 @@ from omegaconf import DictConfig, OmegaConf
 from tests.gpu.real_steps import RealStep, build, use, worst
 from tests.null.processes import on_null_device
 from torchtune_adaptive.config.command_line import locate
+from torchtune_adaptive.data.samples import Sample
 from torchtune_adaptive.engine import ranks as collectives
 from torchtune_adaptive.engine import snapshot
-from torchtune_adaptive.engine.governor import THRASHING
+from torchtune_adaptive.engine.limit_policy import THRASHING
 from torchtune_adaptive.engine.memory import CudaMemory
 from torchtune_adaptive.engine.oom import release_memory
 from torchtune_adaptive.engine.probes import profile_memory
 from torchtune_adaptive.engine.step import StepRunner
-from torchtune_adaptive.tune.samples import Sample
 
 RANKS = 8
 TOKENS = 2048

@@ -23,7 +23,7 @@ from tests.null.processes import OnNull
 from tests.ranks import use_next_port
 from torchtune_adaptive.engine.results import Totals
 from torchtune_adaptive.errors import CollectiveFailedError
-from torchtune_adaptive.tune.distributed import join_on
+from torchtune_adaptive.lifecycle.distributed import join_on
 
 SAMPLED = 3  # operations of a step
 

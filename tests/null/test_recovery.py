@@ -16,7 +16,7 @@ from torchtune_adaptive.engine.limits import RowLimit
 from torchtune_adaptive.engine.plans import SampleKind
 from torchtune_adaptive.engine.results import Totals
 from torchtune_adaptive.engine.step import StepRunner
-from torchtune_adaptive.tune.preference import REFERENCE
+from torchtune_adaptive.objectives.preference import REFERENCE
 
 
 class Case(NamedTuple):

@@ -1,20 +1,20 @@
 """Rules about imports between folders, checked in the source."""
 
 import ast
-import importlib
 from collections.abc import Iterator
 from dataclasses import fields
 from graphlib import CycleError, TopologicalSorter
-from operator import attrgetter
+from importlib.metadata import entry_points
 from pathlib import Path
 
 import pytest
-from gpu_rehearsal.processes.fake_ranks import ENGINE_REPLACEMENTS
 
 from tests.unit.source import (
     FILES,
     MODULES,
+    NAME,
     RECIPES,
+    ROOT,
     arrows,
     arrows_from,
     docstrings_of,
@@ -27,12 +27,11 @@ from tests.unit.source import (
     tree_of,
 )
 from torchtune_adaptive.config.keys import AdaptiveConfig, Settings
-from torchtune_adaptive.engine import probes
 
-GROUND = {"arguments", "atomic_files", "dependencies", "errors", "formatting", "run_hooks"}
+GROUND = {"arguments", "atomic_files", "contexts", "dependencies", "errors", "formatting"}
 """Top-level modules that everything may import, and that import only one another."""
-DOORS = {"__init__", "pytest_plugin"}
-"""Top-level modules for users; within the project only tests import them."""
+DOORS = {"__init__", "rehearsing"}
+"""Top-level modules for users and for gpu-rehearsal; within the project only tests and tools import them."""
 
 ROOMS: dict[str, set[str]] = {
     "engine": set(),
@@ -43,33 +42,30 @@ ROOMS: dict[str, set[str]] = {
         "config",
         "lifecycle",
         "engine.memory",
-        "engine.meter",
+        "engine.tensors",
         "engine.oom",
         "engine.ranks",
         "engine.snapshot",
     },
-    "tune": {"config", "lifecycle", "checkpoints", "engine", "report"},
-    "rl": {"tune", "config", "lifecycle", "checkpoints", "engine", "report"},
+    "data": {"config", "lifecycle", "engine"},
+    "build": {"config", "lifecycle", "checkpoints", "engine", "data"},
+    "objectives": {"build", "data", "config", "lifecycle", "checkpoints", "engine"},
+    "loop": {"objectives", "build", "data", "config", "lifecycle", "checkpoints", "engine", "report"},
+    "rl": {"loop", "objectives", "build", "data", "config", "lifecycle", "checkpoints", "engine", "report"},
     # a training script on the engine, for any training
-    "rehearse": {"null_cuda"},
-    "cli": {"rehearse.command", "config", "lifecycle", "checkpoints", "tune", "rl", "report"},
+    "cli": {"config", "lifecycle", "checkpoints", "loop", "rl", "report"},
     "demo": set(),
     "hf": {"engine", "report"},
     "skyrl": {"engine", "report"},
-    # an independent package, apart from its location
-    "null_cuda": set(),
 }
 """Folders or modules that a folder may import, in addition to GROUND and itself."""
 
 WITHOUT_TORCH = {
     "engine.limits",
     "engine.plans",
-    "engine.governor",
+    "engine.limit_policy",
     "engine.search",
     "engine.length_profile",
-    "null_cuda",
-    "rehearse.command",
-    "pytest_plugin",
     "config.keys",
     "config.registry",
     "atomic_files",
@@ -79,7 +75,19 @@ WITHOUT_TORCH = {
     "lifecycle.run_state",
     "lifecycle.signals",
 }
-TUNE_SIDE = {"config", "lifecycle", "checkpoints", "tune", "rl", "demo", "cli"}
+WITH_TORCHTUNE = {
+    "config",
+    "lifecycle",
+    "checkpoints",
+    "data",
+    "build",
+    "objectives",
+    "loop",
+    "rl",
+    "demo",
+    "cli",
+    "rehearsing",
+}
 ABOUT_A_RUN = {"arguments", "hf.trainer", "skyrl.workers", "skyrl.passes"}
 """Arguments of trainers with the names of keys."""
 ARGUMENTS_TOO = {"batch_size", "gradient_accumulation_steps"}
@@ -96,7 +104,7 @@ def may_import(name: str, target: str) -> bool:
 
 def library() -> set[str]:
     """Return all modules that plain PyTorch can use."""
-    return {name for name in MODULES if name.split(".")[0] not in TUNE_SIDE}
+    return {name for name in MODULES if name.split(".")[0] not in WITH_TORCHTUNE}
 
 
 def test_every_folder_has_a_rule_and_every_rule_a_folder() -> None:
@@ -156,8 +164,7 @@ def test_below_tune_only_these_modules_communicate() -> None:
     def speaks(path: Path) -> bool:
         return any(name.startswith("torch.distributed") for name in [*imported(path), *dotted_uses(path)])
 
-    rehearsing = modules_in({"rehearse"})  # it replaces the communication functions
-    speaking = {name for name in library() - rehearsing if speaks(MODULES[name])}
+    speaking = {name for name in library() if speaks(MODULES[name])}
     modules = {"ranks", "consistency", "collectives", "buckets", "fsdp", "ghost"}
     assert speaking == {f"engine.{name}" for name in modules}
 
@@ -168,13 +175,20 @@ def test_decision_modules_do_not_import_torch(name: str) -> None:
     assert {module for module in reached_from(name) if imports(MODULES[module], "torch")} == set()
 
 
-def test_engine_does_not_know_about_rehearsals_which_replace_existing_functions() -> None:
-    assert {name for name in MODULES if room_of(name) == "engine" and "run_hooks" in arrows_from(name)} == set()
-    for module, members in ENGINE_REPLACEMENTS.items():
-        engine = importlib.import_module(f"torchtune_adaptive.engine.{module}")
-        for name in members:
-            assert attrgetter(name)(engine) is not None
-    assert probes.probing is not None
+def test_packages_of_training_and_of_rehearsals_do_not_import_each_other() -> None:
+    """gpu-rehearsal finds the adapters of this package by entry points."""
+    assert {path for path in [*FILES, *RECIPES] if imports(path, "gpu_rehearsal")} == set()
+    rehearsals = sorted((ROOT / "rehearsal" / "gpu_rehearsal").rglob("*.py"))
+    assert len(rehearsals) > 30
+    ours = (NAME, "torchtune", *(path.stem for path in RECIPES))
+    assert {path for path in rehearsals for name in ours if imports(path, name)} == set()
+
+
+def test_only_the_adapters_know_about_rehearsals() -> None:
+    adapters = {each.name: each.load() for each in entry_points(group="gpu_rehearsal.adapters")}
+    assert {each.__module__ for each in adapters.values()} == {f"{NAME}.rehearsing"}
+    assert {name.removeprefix(f"{NAME}.") for name in adapters} <= {*MODULES, NAME}
+    assert {name for name in MODULES if "rehearsing" in arrows_from(name)} == set()
 
 
 def test_only_one_module_uses_private_names_of_fsdp2() -> None:

@@ -32,9 +32,9 @@ from torchtune.training.memory import OptimizerInBackwardWrapper
 from torchtune_adaptive.checkpoints.store import RANDOM_FILE, State
 from torchtune_adaptive.config.keys import LoraSettings
 from torchtune_adaptive.engine.memory import resident_tensors
-from torchtune_adaptive.engine.meter import plain_tensors, wraps_tensors
 from torchtune_adaptive.engine.ranks import from_all_ranks
 from torchtune_adaptive.engine.snapshot import RngState, copied_to_host
+from torchtune_adaptive.engine.tensors import plain_tensors, wraps_tensors
 from torchtune_adaptive.formatting import count_of
 
 ShardedWeights: TypeAlias = dict[str, dict[str, Tensor]]

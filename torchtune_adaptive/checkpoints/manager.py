@@ -33,9 +33,8 @@ from torchtune_adaptive.checkpoints.contents import (
     restore_random_state,
     weights_are_finite,
 )
-from torchtune_adaptive.checkpoints.identity import identity_of
 from torchtune_adaptive.checkpoints.progress import Progress
-from torchtune_adaptive.checkpoints.resuming import Start
+from torchtune_adaptive.checkpoints.resuming import Start, identity_of
 from torchtune_adaptive.checkpoints.store import Checkpointer, Files, Manifest, State
 from torchtune_adaptive.checkpoints.waiting import PATIENCE_S, on_rank_0
 from torchtune_adaptive.config.components import in_a_line

@@ -6,20 +6,21 @@ resume_from_checkpoint: False    a fresh start, in an output directory without c
 
 from __future__ import annotations
 
+import json
 import logging
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import IO, TypeAlias
+from typing import IO, Any, TypeAlias, cast
 
 import torch.distributed as dist
+from omegaconf import DictConfig, OmegaConf
 
 from torchtune_adaptive.checkpoints import store
-from torchtune_adaptive.checkpoints.identity import difference, identity_of
 from torchtune_adaptive.checkpoints.store import Files, FoundCheckpoint, Manifest, OutputDirectory
-from torchtune_adaptive.config.keys import AUTO, Settings
+from torchtune_adaptive.config.keys import AUTO, Settings, flat
 from torchtune_adaptive.engine.ranks import from_all_ranks, from_rank_0
 from torchtune_adaptive.errors import AdaptiveError, ConfigError, RunFinished
 from torchtune_adaptive.lifecycle import run_state
@@ -27,6 +28,27 @@ from torchtune_adaptive.lifecycle.run_state import THIS_RUN, lock_directory, unw
 
 logger = logging.getLogger(__name__)
 
+RUN_KEYS = (
+    "model",
+    "tokenizer",
+    "dataset",
+    "shuffle",
+    "seed",
+    "batch_size",
+    "gradient_accumulation_steps",
+    "optimizer",
+    "optimizer_in_bwd",
+    "reward_and_value_model",
+    "ppo_epochs",
+    "ppo_batch_size",
+    "max_generated_tokens",
+    "temperature",
+    "top_k",
+    "stop_token_ids",
+)
+"""Keys whose values must not change when a run resumes."""
+MAY_BE_LOWERED = "tokenizer.max_seq_len"
+"""May change, because out-of-memory errors advise to lower it."""
 StepsOnRanks: TypeAlias = Callable[[int], int]
 """Returns the total steps of a run for a number of ranks. Used by recipes that count steps instead of epochs."""
 
@@ -176,3 +198,25 @@ def _check_shared(start: Start, settings: Settings) -> None:
         raise ConfigError(f"{message}; put it on a file system that all nodes mount")
     if dist.get_rank() == 0:
         logger.warning("%s; checkpoints are only on rank 0's node", message)
+
+
+def identity_of(cfg: DictConfig, recipe: str) -> dict[str, object]:
+    """Return the values that must not change, by dotted key."""
+    plain = cast(dict[str, Any], OmegaConf.to_container(cfg, resolve=True))
+    values = flat({"recipe": recipe, **{key: plain.get(key) for key in RUN_KEYS}})
+    values.pop(MAY_BE_LOWERED, None)
+    if recipe == "full_ppo":  # PPO uses this key only to split a step into microbatches
+        values.pop("gradient_accumulation_steps", None)
+    return cast(dict[str, object], json.loads(json.dumps(values, default=str)))  # as in a manifest
+
+
+def difference(current: Mapping[str, object], saved: Mapping[str, object]) -> str | None:
+    """Describe the keys that differ, with both values, or return None. If the recipe differs, ignore other keys."""
+    current, saved = flat(current), flat(saved)  # a manifest may have lists
+    another_recipe = current.get("recipe") != saved.get("recipe")
+    changed = []
+    for key in ["recipe"] if another_recipe else sorted(current.keys() | saved.keys()):
+        now, before = (repr(values[key]) if key in values else "not set" for values in (current, saved))
+        if now != before and current.get(key) != saved.get(key):  # NaN differs from NaN
+            changed.append(f"{key} is {now}, but was {before}")
+    return ", and ".join(changed) or None

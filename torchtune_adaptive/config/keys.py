@@ -170,7 +170,7 @@ class AdaptiveConfig:
     """under a token budget, `False`: pack samples without padding and mask attention per sample, where model and device
     support it; otherwise the log gives the reason. `True`: pad rows to the longest and group samples of similar
     length"""
-    deal: bool = setting(BOOL, True)
+    balance: bool = setting(BOOL, True)
     """under a token budget, `True`: distribute the samples of a step over the ranks by cost, to balance the work, where
     possible (text models without tensor parallelism or packed data). `False`: each rank runs the samples that it has
     read"""

@@ -37,9 +37,9 @@ from torch.utils._pytree import tree_iter, tree_map
 from torchtune_adaptive.dependencies import refuse_torch
 from torchtune_adaptive.engine import fsdp
 from torchtune_adaptive.engine.messages import COMMUNICATING, caller, communicates, messages, place_of
-from torchtune_adaptive.engine.meter import wraps_tensors
 from torchtune_adaptive.engine.oom import is_oom
 from torchtune_adaptive.engine.ranks import explaining_failures, rank
+from torchtune_adaptive.engine.tensors import wraps_tensors
 from torchtune_adaptive.errors import AdaptiveError, RecoveryUnsupportedError, Remedy, UnrecoverableError
 
 if TYPE_CHECKING:

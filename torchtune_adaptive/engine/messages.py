@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from torchtune_adaptive.engine.meter import wraps_tensors
 from torchtune_adaptive.engine.ranks import message_counters, rank
+from torchtune_adaptive.engine.tensors import wraps_tensors
 from torchtune_adaptive.errors import RecoveryUnsupportedError, Remedy
 from torchtune_adaptive.formatting import count_of
 

@@ -17,25 +17,12 @@ from torch import Tensor, UntypedStorage
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
+from torchtune_adaptive.engine.tensors import plain_tensors, wraps_tensors
 from torchtune_adaptive.errors import ConfigError, Remedy
 from torchtune_adaptive.formatting import format_bytes
 
 if TYPE_CHECKING:
     from torch._ops import OpOverload
-
-
-def plain_tensors(tensor: Tensor) -> Iterable[Tensor]:
-    """Return the plain tensors, each with its own storage, of which a tensor such as a DTensor consists."""
-    if not wraps_tensors(type(tensor)):
-        return [tensor]
-    names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
-    inner = [getattr(tensor, name) for name in names]  # since torch 2.13, this includes the mesh of a DTensor
-    return [plain for each in inner if isinstance(each, Tensor) for plain in plain_tensors(each)]
-
-
-def wraps_tensors(kind: type) -> bool:
-    """Return True for tensor subclasses that consist of other tensors, such as DTensor."""
-    return hasattr(kind, "__tensor_flatten__")
 
 
 class MemoryMeter(TorchDispatchMode):

@@ -9,7 +9,7 @@ from torch import nn
 from torchtune_adaptive.engine import fsdp
 from torchtune_adaptive.engine.collectives import CollectiveLedger
 from torchtune_adaptive.engine.consistency import compare_replicas
-from torchtune_adaptive.engine.governor import Change
+from torchtune_adaptive.engine.limit_policy import Change
 from torchtune_adaptive.engine.ranks import Agreement, let_gloo_threads_finish, use_communicators
 from torchtune_adaptive.engine.results import REPORT_COLUMNS
 from torchtune_adaptive.errors import ConfigError, RecoveryUnsupportedError, Remedy

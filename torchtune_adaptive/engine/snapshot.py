@@ -8,7 +8,6 @@ from collections.abc import Collection, Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, UntypedStorage, nn
@@ -16,8 +15,8 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_iter
 
-from torchtune_adaptive.engine.meter import plain_tensors, wraps_tensors
 from torchtune_adaptive.engine.ranks import from_all_ranks
+from torchtune_adaptive.engine.tensors import plain_tensors, wraps_tensors
 from torchtune_adaptive.errors import UnrecoverableError
 from torchtune_adaptive.formatting import format_bytes
 
@@ -198,16 +197,3 @@ class _OptimizerState:
         for group, before in zip(self._optimizer.param_groups, self._groups, strict=True):
             group.clear()
             group.update(before)
-
-
-@contextmanager
-def override_attributes(owner: object, **attributes: Any) -> Iterator[None]:
-    """Set attributes of an instance or a module, and restore them on exit. The class does not change."""
-    before = {name: vars(owner)[name] for name in attributes if name in vars(owner)}
-    vars(owner).update(attributes)
-    try:
-        yield
-    finally:
-        for name in attributes:
-            vars(owner).pop(name, None)
-        vars(owner).update(before)

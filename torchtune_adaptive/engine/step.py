@@ -9,7 +9,7 @@ the limit, but does not change the samples. `StepRunner.run` is this loop:
    that peers still expect (`collectives.py`). Now all ranks have issued equally many collectives.
 4. Agree: one small all-reduce gives every rank the reports of all ranks (`results.py`).
 5. Recover, if any rank failed: all ranks discard their gradients (`fsdp.py`), restore the random generators, lower the
-   limit (`governor.py`) and start again at 1. The limit stays in two cases: every failed microbatch has one
+   limit (`limit_policy.py`) and start again at 1. The limit stays in two cases: every failed microbatch has one
    row (at most one such repetition per step), or the attempt reduced gradients only once (`reduce_once`).
 """
 
@@ -30,7 +30,7 @@ from torch import nn
 from torchtune_adaptive.engine import fsdp
 from torchtune_adaptive.engine.buckets import GradientBuckets
 from torchtune_adaptive.engine.consistency import EqualSteps
-from torchtune_adaptive.engine.governor import EXHAUSTED, RECOVERY, Change, Governor, LimitState, in_step
+from torchtune_adaptive.engine.limit_policy import EXHAUSTED, RECOVERY, Change, LimitPolicy, LimitState, in_step
 from torchtune_adaptive.engine.limits import Limit, MicrobatchSize
 from torchtune_adaptive.engine.memory import Gauge, MemorySource
 from torchtune_adaptive.engine.oom import clear_frames, fatal_on_oom, is_oom, release_memory
@@ -140,7 +140,7 @@ class StepRunner(Generic[Sample]):
         self.current_step: int | None = None
         """Number of the current or latest step; None after `attempt`."""
         self._forward_backward, self._ledger = forward_backward, self.recovery.ledger
-        self._governor = Governor(limit, regrow_after=self.recovery.regrow_after, stage=stage)
+        self._policy = LimitPolicy(limit, regrow_after=self.recovery.regrow_after, stage=stage)
         self.context_for: ContextForPass = lambda _: nullcontext()
         """Returns a context for each microbatch and each drain. Tests inject faults with it."""
         self._next_plan: _NextPlan | None = None
@@ -156,17 +156,17 @@ class StepRunner(Generic[Sample]):
 
     @property
     def limit(self) -> Limit:
-        """The limit in use: the one that was passed in, or a smaller one that the governor has chosen."""
-        return self._governor.limit
+        """The limit in use: the one that was passed in, or a smaller one that the policy has chosen."""
+        return self._policy.limit
 
     @property
     def recoveries(self) -> int:
         """Number of repeated attempts so far."""
-        return self._governor.recoveries
+        return self._policy.recoveries
 
     def use_limit(self, limit: Limit) -> None:
         """Use this limit from the next step on. If recovery has chosen a smaller one in the same unit, keep that."""
-        self._governor.allow(limit)
+        self._policy.allow(limit)
 
     def adopt_refusal_of(self, other: StepRunner[Sample]) -> None:
         """If microbatches of the other stage have communicated outside FSDP, assume this for this stage, too."""
@@ -180,11 +180,11 @@ class StepRunner(Generic[Sample]):
 
     def state_dict(self) -> LimitState:
         """Return the state of the limit for a checkpoint. It is the same on all ranks."""
-        return self._governor.state()
+        return self._policy.state()
 
     def load_state_dict(self, state: LimitState) -> None:
         """Restore a state that `state_dict` returned."""
-        self._governor.restore(state)
+        self._policy.restore(state)
 
     def close(self) -> None:
         """Close the Recovery, which ends all stages that share it."""
@@ -205,7 +205,7 @@ class StepRunner(Generic[Sample]):
         self._check(samples)
         self.current_step = step
         self._gauge.begin_step()
-        self._governor.begin_step()
+        self._policy.begin_step()
         lengths, rng, recoveries = self.kind.lengths(samples), RngState.capture(), 0
         while True:
             plan = self._plan(lengths)
@@ -222,7 +222,7 @@ class StepRunner(Generic[Sample]):
                     self._next_plan = upcoming_plan._replace(microbatches=microbatches)
                 self._reduce_once.completed(reports)
                 # without recovery, the limit stays: a larger one could run out of memory
-                if self.recovers and (change := self._governor.completed(step, reports.flushed_cache)):
+                if self.recovers and (change := self._policy.completed(step, reports.flushed_cache)):
                     self._announce(change, reports)
                 return self._complete(outcome, reports, plan, recoveries)
             del outcome  # frees the loss tensor before the retry
@@ -412,7 +412,7 @@ class StepRunner(Generic[Sample]):
             )
         if reduced_once:
             self._reduce_once.failed()
-        change = self._governor.out_of_memory(reports.failed, step, reduced_once=reduced_once)
+        change = self._policy.out_of_memory(reports.failed, step, reduced_once=reduced_once)
         if change.kind == EXHAUSTED:
             raise self._exhausted(change, reports)
         self._announce(change, reports)

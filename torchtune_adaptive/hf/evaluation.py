@@ -16,14 +16,14 @@ from torch.utils.data import DataLoader
 from transformers import Trainer
 from transformers.trainer_pt_utils import nested_concat
 
+from torchtune_adaptive.contexts import override_attributes
 from torchtune_adaptive.engine.fsdp import is_whole
-from torchtune_adaptive.engine.governor import LimitState
+from torchtune_adaptive.engine.limit_policy import LimitState
 from torchtune_adaptive.engine.limits import RowLimit
 from torchtune_adaptive.engine.plans import SampleKind
 from torchtune_adaptive.engine.ranks import from_all_ranks
 from torchtune_adaptive.engine.recovery import Recovery
 from torchtune_adaptive.engine.results import Totals
-from torchtune_adaptive.engine.snapshot import override_attributes
 from torchtune_adaptive.engine.step import StepRunner
 from torchtune_adaptive.errors import ConfigError, RecoveryUnsupportedError
 from torchtune_adaptive.hf.losses import BatchLoss, Reduction, TwoSamples, how_losses_add_up, tolerance_of

@@ -14,9 +14,9 @@ import torch
 from accelerate.utils import recursively_apply
 from torch import Tensor, nn
 
+from torchtune_adaptive.contexts import override_attributes
 from torchtune_adaptive.engine.fsdp import FSDPModule
 from torchtune_adaptive.engine.ranks import from_all_ranks, world_size
-from torchtune_adaptive.engine.snapshot import override_attributes
 
 _OF_TOKENS = re.compile("token|entropy|kl$|logits|clip_ratio")
 _COUNTER = "num_tokens"

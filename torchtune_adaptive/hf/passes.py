@@ -20,13 +20,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
+from torchtune_adaptive.contexts import override_attributes
 from torchtune_adaptive.engine.fsdp import FSDPModule, gathered_bytes, groups_of
 from torchtune_adaptive.engine.limits import RowLimit
 from torchtune_adaptive.engine.plans import SampleKind
 from torchtune_adaptive.engine.probes import TrainingStep, find_max_batch_size
 from torchtune_adaptive.engine.ranks import from_all_ranks, rank
 from torchtune_adaptive.engine.results import Totals
-from torchtune_adaptive.engine.snapshot import override_attributes
 from torchtune_adaptive.engine.step import StepRunner
 from torchtune_adaptive.errors import ConfigError, LimitExhaustedError
 from torchtune_adaptive.hf.metrics import only_fsdp_communicates

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from transformers import Trainer
 
+from torchtune_adaptive.contexts import override_attributes
 from torchtune_adaptive.engine.fsdp import is_whole
 from torchtune_adaptive.engine.limits import Limit, RowLimit, TokenLimit
 from torchtune_adaptive.engine.memory import MemorySource, memory_within, resident_tensors
@@ -27,7 +28,7 @@ from torchtune_adaptive.engine.ranks import from_all_ranks, rank, world_size
 from torchtune_adaptive.engine.recovery import Recovery
 from torchtune_adaptive.engine.results import Totals
 from torchtune_adaptive.engine.search import SearchResult
-from torchtune_adaptive.engine.snapshot import RngState, override_attributes
+from torchtune_adaptive.engine.snapshot import RngState
 from torchtune_adaptive.engine.step import StepRunner
 from torchtune_adaptive.errors import ConfigError, RecoveryUnsupportedError, Remedy
 from torchtune_adaptive.formatting import parse_size

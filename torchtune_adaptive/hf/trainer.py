@@ -23,10 +23,10 @@ from transformers import Trainer
 from transformers.trainer import TRAINER_STATE_NAME
 
 from torchtune_adaptive.arguments import AdaptiveArguments
+from torchtune_adaptive.contexts import override_attributes
 from torchtune_adaptive.engine.fsdp import FSDPModule
 from torchtune_adaptive.engine.oom import fatal_on_oom
 from torchtune_adaptive.engine.ranks import from_all_ranks, rank
-from torchtune_adaptive.engine.snapshot import override_attributes
 from torchtune_adaptive.errors import AdaptiveError, ConfigError, RecoveryUnsupportedError, Remedy
 from torchtune_adaptive.hf.checkpoints import newest_complete
 from torchtune_adaptive.hf.evaluation import Evaluator

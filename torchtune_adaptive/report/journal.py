@@ -16,7 +16,7 @@ from math import isfinite
 from pathlib import Path
 
 from torchtune_adaptive.atomic_files import reason
-from torchtune_adaptive.engine.governor import Change
+from torchtune_adaptive.engine.limit_policy import Change
 
 logger = logging.getLogger(__name__)
 
@@ -27,7 +27,7 @@ START = "start"
 SEARCH = "search"
 EPOCH = "epoch"
 VALIDATION = "validation"
-"""Kinds of event, in addition to those of `governor.Change`."""
+"""Kinds of event, in addition to those of `limit_policy.Change`."""
 
 
 class Journal:

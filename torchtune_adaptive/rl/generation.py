@@ -21,9 +21,9 @@ from torchtune.modules import TransformerDecoder
 
 from torchtune_adaptive.config.keys import Settings
 from torchtune_adaptive.engine.results import Totals
+from torchtune_adaptive.lifecycle.distributed import Devices
 from torchtune_adaptive.rl.rollouts import Rollout, answer_tokens
 from torchtune_adaptive.rl.settings import PPOSettings
-from torchtune_adaptive.tune.distributed import Devices
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from torchtune_adaptive.config.remedies import KEYS_IN_PPO
+from torchtune_adaptive.data.checked_dataset import max_seq_len_of
 from torchtune_adaptive.engine.length_profile import Profile
 from torchtune_adaptive.engine.limits import Limit, RowLimit, TokenLimit, longest_row
 from torchtune_adaptive.engine.memory import MemorySource
@@ -24,10 +25,7 @@ from torchtune_adaptive.engine.search import SearchResult
 from torchtune_adaptive.engine.snapshot import restoring_state
 from torchtune_adaptive.errors import ConfigError, Remedy
 from torchtune_adaptive.lifecycle.console import log_rank_0
-from torchtune_adaptive.rl.rollouts import Rollout, worst_rollout
-from torchtune_adaptive.rl.settings import PPOSettings
-from torchtune_adaptive.rl.stages import GENERATE, RolloutStages
-from torchtune_adaptive.tune.batch_size import (
+from torchtune_adaptive.loop.batch_size import (
     LONGEST_SAMPLE,
     SEARCH_SKIPPED,
     check_lengths,
@@ -36,8 +34,10 @@ from torchtune_adaptive.tune.batch_size import (
     search_rows,
     worst_sample,
 )
-from torchtune_adaptive.tune.checked_dataset import max_seq_len_of
-from torchtune_adaptive.tune.training_loop import TrainingLoop
+from torchtune_adaptive.loop.training_loop import TrainingLoop
+from torchtune_adaptive.rl.rollouts import Rollout, worst_rollout
+from torchtune_adaptive.rl.settings import PPOSettings
+from torchtune_adaptive.rl.stages import GENERATE, RolloutStages
 
 Result = TypeVar("Result", SearchResult, Profile)
 Limits = Mapping[str, Limit]

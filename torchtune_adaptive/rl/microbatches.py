@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, pad
 
 from torchtune_adaptive.engine.results import Totals
+from torchtune_adaptive.objectives.finetuning import logits_only_for
 from torchtune_adaptive.rl import rollouts as results
 from torchtune_adaptive.rl.rollouts import Rollout, answer_tokens, counts_of, results_of, sequences_of, store, valued_of
-from torchtune_adaptive.tune.finetuning import logits_only_for
 
 
 @dataclass(frozen=True, kw_only=True)

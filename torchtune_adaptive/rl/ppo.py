@@ -25,22 +25,7 @@ from omegaconf import DictConfig, OmegaConf
 from torch import nn
 from torchtune import rlhf, training
 
-from torchtune_adaptive.checkpoints.contents import Contents
-from torchtune_adaptive.checkpoints.loading import build_checkpointer, load_reference, section_that_saves
-from torchtune_adaptive.checkpoints.store import WEIGHTS, Checkpointer, Files, State
-from torchtune_adaptive.config import components
-from torchtune_adaptive.config.keys import Settings
-from torchtune_adaptive.engine.results import StepResult
-from torchtune_adaptive.errors import ConfigError
-from torchtune_adaptive.rl import rollouts as results
-from torchtune_adaptive.rl import settings as keys
-from torchtune_adaptive.rl import stages
-from torchtune_adaptive.rl.generation import Generate
-from torchtune_adaptive.rl.microbatches import AnswerScorer, Score, TrainPolicy, TrainValue
-from torchtune_adaptive.rl.rollouts import Rollout, counts_of, results_of, store, valued_of
-from torchtune_adaptive.rl.settings import PPOLoss, PPOSettings
-from torchtune_adaptive.tune.distributed import Devices
-from torchtune_adaptive.tune.model import (
+from torchtune_adaptive.build.model import (
     META,
     Unfilled,
     build_frozen_model,
@@ -48,6 +33,21 @@ from torchtune_adaptive.tune.model import (
     build_on_device,
     disable_dropout,
 )
+from torchtune_adaptive.checkpoints.contents import Contents
+from torchtune_adaptive.checkpoints.loading import build_checkpointer, load_reference, section_that_saves
+from torchtune_adaptive.checkpoints.store import WEIGHTS, Checkpointer, Files, State
+from torchtune_adaptive.config import components
+from torchtune_adaptive.config.keys import Settings
+from torchtune_adaptive.engine.results import StepResult
+from torchtune_adaptive.errors import ConfigError
+from torchtune_adaptive.lifecycle.distributed import Devices
+from torchtune_adaptive.rl import rollouts as results
+from torchtune_adaptive.rl import settings as keys
+from torchtune_adaptive.rl import stages
+from torchtune_adaptive.rl.generation import Generate
+from torchtune_adaptive.rl.microbatches import AnswerScorer, Score, TrainPolicy, TrainValue
+from torchtune_adaptive.rl.rollouts import Rollout, counts_of, results_of, store, valued_of
+from torchtune_adaptive.rl.settings import PPOLoss, PPOSettings
 
 HEAD = "output.weight"
 VALUE_MODEL = "value_model"

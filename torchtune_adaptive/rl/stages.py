@@ -17,10 +17,10 @@ from torchtune_adaptive.engine.limits import RowLimit
 from torchtune_adaptive.engine.plans import SampleKind
 from torchtune_adaptive.engine.results import StepResult
 from torchtune_adaptive.engine.step import Stages, StepRunner
+from torchtune_adaptive.objectives.stages import OnChange, build_recovery
 from torchtune_adaptive.rl.generation import Generate
 from torchtune_adaptive.rl.microbatches import Score, TrainPolicy, TrainValue
 from torchtune_adaptive.rl.rollouts import Rollout
-from torchtune_adaptive.tune.finetuning import OnChange, build_recovery
 
 GENERATE, FIND_REWARDS = "generate", "rewards"
 SCORE_POLICY, SCORE_REFERENCE = "policy log-probabilities", "reference log-probabilities"

@@ -18,6 +18,7 @@ from skyrl.backends.skyrl_train.workers.worker_utils import BaseBatchIterator, T
 from skyrl.train.dataset.bin_packing import make_seq_packer
 from torch import Tensor
 
+from torchtune_adaptive.contexts import override_attributes
 from torchtune_adaptive.engine.limits import Limit, RowLimit, TokenLimit
 from torchtune_adaptive.engine.memory import MemorySource, memory_within, resident_tensors
 from torchtune_adaptive.engine.plans import Plan, SampleKind
@@ -25,7 +26,6 @@ from torchtune_adaptive.engine.probes import TrainingStep, find_max_batch_size
 from torchtune_adaptive.engine.ranks import rank
 from torchtune_adaptive.engine.recovery import Recovery
 from torchtune_adaptive.engine.results import Totals
-from torchtune_adaptive.engine.snapshot import override_attributes
 from torchtune_adaptive.engine.step import StepRunner
 from torchtune_adaptive.errors import ConfigError, Remedy
 from torchtune_adaptive.formatting import parse_size

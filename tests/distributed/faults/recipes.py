@@ -19,9 +19,9 @@ from tests.recipes.ppo.rollouts import ppo_config
 from tests.recipes.running import demo_config, load_ours
 from torchtune_adaptive.engine.limits import RowLimit
 from torchtune_adaptive.engine.step import StepRunner
+from torchtune_adaptive.lifecycle import distributed
+from torchtune_adaptive.objectives.preference import REFERENCE_LOG_PROBS, figures_of
 from torchtune_adaptive.rl import generation
-from torchtune_adaptive.tune import distributed
-from torchtune_adaptive.tune.preference import REFERENCE_LOG_PROBS, figures_of
 
 SAMPLES, STEP = 4, 1
 """Samples of a rank in a step; all steps use the same step number."""

@@ -27,7 +27,7 @@ from tests.distributed.faults.meshes import (
 )
 from tests.distributed.models import ModelConfig
 from tests.recipes.ppo.rollouts import STAGES
-from torchtune_adaptive.tune.preference import POLICY, REFERENCE
+from torchtune_adaptive.objectives.preference import POLICY, REFERENCE
 
 
 @dataclass(frozen=True)
@@ -248,7 +248,7 @@ def stages() -> Iterator[Scenario]:
     gathered = ("fsdp_reshard_after_forward=False",)
     of_pairs: dict[str, dict[str, Any]] = {
         "no reshard from the first pass on": {"overrides": gathered, "first_pass": True},
-        "without padding": {"overrides": ("adaptive.token_budget=1000", "adaptive.deal=False")},
+        "without padding": {"overrides": ("adaptive.token_budget=1000", "adaptive.balance=False")},
         "full checkpointing": {"overrides": ("enable_activation_checkpointing=True",)},
         "two of three": WAYS["3 ranks, two fail"],
         "hybrid": {"overrides": ("data_parallel_replicate_dim=2",), "world_size": 4},

@@ -47,7 +47,7 @@ def test_a_hung_rank_ends_the_test_and_a_slow_one_on_a_loaded_machine_does_not(m
 
 
 def is_preloaded() -> bool:
-    return "torchtune_adaptive.tune.training_loop" in sys.modules and gc.get_freeze_count() > 0
+    return "torchtune_adaptive.loop.training_loop" in sys.modules and gc.get_freeze_count() > 0
 
 
 def test_ranks_are_forked_from_a_server_that_has_imported_all_modules() -> None:

@@ -15,7 +15,7 @@ from torchao.optim import AdamW4bit, AdamW8bit, AdamWFp8
 
 from tests.ranks import run_on_ranks
 from torchtune_adaptive.checkpoints.contents import SHARDS, gather_optimizer_state, load_optimizer_state
-from torchtune_adaptive.engine.meter import plain_tensors, wraps_tensors
+from torchtune_adaptive.engine.tensors import plain_tensors, wraps_tensors
 
 CPU = torch.device("cpu")
 OPTIMIZERS = {"8 bits": AdamW8bit, "4 bits": AdamW4bit, "8 bits, floating": AdamWFp8}

@@ -18,7 +18,7 @@ from tests.ranks import run_on_ranks
 from tests.recipes.running import Ended, start_as_command, start_in_process
 from torchtune_adaptive.config.keys import AdaptiveConfig, Settings
 from torchtune_adaptive.errors import ConfigError
-from torchtune_adaptive.tune.training_loop import TrainingLoop
+from torchtune_adaptive.loop.training_loop import TrainingLoop
 
 DEMO = "adaptive/demo/full"
 INSTRUCTIONS = "dataset=torchtune.datasets.instruct_dataset dataset.source=json"

@@ -38,7 +38,7 @@ SEPARATE_HEAD = "custom_sharded_layers=[tok_embeddings,output]"
 BUDGET = ("adaptive.sequence_length=null", "adaptive.memory_limit=null")
 BY_TOKENS = {
     "tokens": Run((*BUDGET, "adaptive.token_budget=600"), prepare=expect_announcements),
-    "padded tokens": Run((*BUDGET, "adaptive.token_budget=600", "adaptive.padding=True", "adaptive.deal=False")),
+    "padded tokens": Run((*BUDGET, "adaptive.token_budget=600", "adaptive.padding=True", "adaptive.balance=False")),
 }
 RESUME = (
     "checkpointer.checkpoint_files=[epoch_0/model-00001-of-00001.bin]",

@@ -16,8 +16,8 @@ from tests.ranks import run_on_ranks
 from tests.recipes.comparisons import Finished
 from tests.recipes.recorders import assert_same_figures, events_of, read_log
 from tests.recipes.running import demo_config, run_ours
-from torchtune_adaptive.tune.preference import VALIDATION_REFERENCE_STAGE
-from torchtune_adaptive.tune.validation import VALIDATION_STAGE
+from torchtune_adaptive.objectives.preference import VALIDATION_REFERENCE_STAGE
+from torchtune_adaptive.objectives.validation import VALIDATION_STAGE
 
 EXACT = 3e-6
 STEPS = "out/adaptive_steps.jsonl"

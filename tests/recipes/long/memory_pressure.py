@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 
 from tests.fault_injection import FaultInjector
+from torchtune_adaptive.data.samples import INDEX
 from torchtune_adaptive.engine.plans import Plan
+from torchtune_adaptive.objectives.preference import POLICY, REFERENCE
 from torchtune_adaptive.rl.stages import FORWARD, GENERATE, TRAIN_POLICY, TRAIN_VALUE
-from torchtune_adaptive.tune.preference import POLICY, REFERENCE
-from torchtune_adaptive.tune.samples import INDEX
 
 LONGEST = 256
 KIB, MIB = 2**10, 2**20

@@ -20,7 +20,7 @@ from tests.recipes.comparisons import (
 )
 from tests.recipes.recorders import events_of, read_log, search_results
 from tests.recipes.running import SGD, demo_config, run_ours
-from torchtune_adaptive.tune.preference import POLICY, REFERENCE
+from torchtune_adaptive.objectives.preference import POLICY, REFERENCE
 
 BASE = (
     *("optimizer._component_=tests.recipes.recorders.NormSGD", "optimizer.norms=FOLDER/norms", "optimizer.fused=False"),
@@ -48,7 +48,7 @@ GROUPS = {
             "searched": Run((MEASURED, "use_maximum_batch_size=True")),
             "starved": Run(("adaptive.memory_limit=17MiB", "adaptive.regrow_after=0")),
             "tokens": Run((MEASURED, "adaptive.token_budget=auto"), prepare=expect_announcements),
-            "padded tokens": Run(("adaptive.token_budget=700", "adaptive.padding=True", "adaptive.deal=False")),
+            "padded tokens": Run(("adaptive.token_budget=700", "adaptive.padding=True", "adaptive.balance=False")),
             "compiled": Run(("compile=True", "enable_activation_checkpointing=True")),
             "one rank": Run(("batch_size=32",), ranks=1),
         },

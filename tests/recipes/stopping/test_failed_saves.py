@@ -19,7 +19,7 @@ from tests.ranks import run_on_ranks
 from tests.recipes.running import demo_config, load_ours
 from torchtune_adaptive.checkpoints import manager, store, waiting
 from torchtune_adaptive.errors import AdaptiveError, CheckpointError, CollectiveFailedError, UnrecoverableError
-from torchtune_adaptive.tune import distributed
+from torchtune_adaptive.lifecycle import distributed
 
 RUN = ("resume_from_checkpoint=auto", "epochs=2", "save_every_n_steps=2")
 LOST = "[/src/gloo/gloo/transport/tcp/pair.cc:545] Read error [127.0.0.1]:1: Connection reset by peer. GLHF!"

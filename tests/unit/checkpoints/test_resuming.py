@@ -12,9 +12,8 @@ from omegaconf import DictConfig, OmegaConf
 
 from tests.unit.checkpoints.checkpoint_files import complete, save
 from torchtune_adaptive.checkpoints import store
-from torchtune_adaptive.checkpoints.identity import identity_of
 from torchtune_adaptive.checkpoints.loading import build_checkpointer
-from torchtune_adaptive.checkpoints.resuming import Start, decide
+from torchtune_adaptive.checkpoints.resuming import Start, decide, identity_of
 from torchtune_adaptive.checkpoints.store import Files, Position
 from torchtune_adaptive.config.checks import read_full_settings
 from torchtune_adaptive.errors import ConfigError, RunFinished

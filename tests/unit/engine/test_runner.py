@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from tests.distributed.faults.scenarios import as_dtensor_does
 from tests.fault_injection import FaultInjector
 from tests.simulated_memory import FakeMemory
-from torchtune_adaptive.engine.governor import EXHAUSTED, RECOVERY
+from torchtune_adaptive.engine.limit_policy import EXHAUSTED, RECOVERY
 from torchtune_adaptive.engine.limits import RowLimit
 from torchtune_adaptive.engine.meter import MemoryMeter
 from torchtune_adaptive.engine.plans import SampleKind

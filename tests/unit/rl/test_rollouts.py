@@ -9,7 +9,7 @@ from omegaconf import OmegaConf
 from torch import Tensor, nn
 from torchtune.models.llama3_2 import llama3_2
 
-from tests.unit.tune.minimal_config import NEEDED
+from tests.unit.data.minimal_config import NEEDED
 from torchtune_adaptive.config.keys import Settings
 from torchtune_adaptive.rl.generation import choose, draws
 from torchtune_adaptive.rl.microbatches import AnswerScorer

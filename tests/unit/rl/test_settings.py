@@ -10,12 +10,12 @@ from omegaconf import DictConfig, OmegaConf
 from torchtune_adaptive.config.checks import check_keys
 from torchtune_adaptive.config.command_line import read_config
 from torchtune_adaptive.config.registry import config_files
+from torchtune_adaptive.data.checked_dataset import CheckedDataset, Longest
+from torchtune_adaptive.data.samples import TEXT
 from torchtune_adaptive.engine.limits import RowLimit
 from torchtune_adaptive.errors import AdaptiveError, ConfigError, SampleTooLargeError
 from torchtune_adaptive.rl.limits import LimitFinder
 from torchtune_adaptive.rl.settings import PPO_KEYS, read_ppo_settings
-from torchtune_adaptive.tune.checked_dataset import CheckedDataset, Longest
-from torchtune_adaptive.tune.samples import TEXT
 
 STOCK, OURS = "mistral/7B_full_ppo_low_memory", "adaptive/mistral/7B_ppo"
 DEMO = "adaptive/demo/ppo"

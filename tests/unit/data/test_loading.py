@@ -1,0 +1,146 @@
+"""Datasets too small for a step, and the step loader compared with torchtune's batch loader."""
+
+import random
+import tracemalloc
+from contextlib import nullcontext
+from itertools import chain
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+from torchdata.stateful_dataloader import StatefulDataLoader
+from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
+
+from tests.unit.data.minimal_config import NEEDED
+from torchtune_adaptive.checkpoints.progress import Progress
+from torchtune_adaptive.config.keys import Settings
+from torchtune_adaptive.data import loading
+from torchtune_adaptive.data.checked_dataset import CheckedDataset
+from torchtune_adaptive.data.loading import Data, StepLoader, build_step_loader
+from torchtune_adaptive.errors import ConfigError
+from torchtune_adaptive.loop import training_loop
+from torchtune_adaptive.objectives.validation import isolated_random_state
+
+KEYS = {**NEEDED, "batch_size": 2, "gradient_accumulation_steps": 3}
+SIZES = "batch_size 2 × gradient_accumulation_steps 3 ×"
+
+
+def load(dataset: Any, ranks: int) -> StepLoader[Any]:
+    mesh: Any = {"dp": SimpleNamespace(size=lambda: ranks, get_local_rank=lambda: 0)}
+    return build_step_loader(CheckedDataset(dataset), Settings(**KEYS), mesh)
+
+
+@pytest.mark.parametrize(("samples", "ranks"), [(1, 1), (9, 2), (0, 2)])
+def test_dataset_smaller_than_a_step_is_reported_with_the_arithmetic(samples: int, ranks: int) -> None:
+    arithmetic = f"has {samples} samples?.*: {SIZES} {ranks} rank" if samples else "is empty"
+    with pytest.raises(ConfigError, match=f"^dataset {arithmetic}"):
+        load(range(samples), ranks)
+    assert load(range(12), 2).samples_per_rank == 6
+
+
+def test_ranks_with_different_datasets_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loading, "from_all_ranks", lambda mine: [mine, mine, mine + 8])
+    with pytest.raises(ConfigError, match=r"^dataset has 12 samples on rank 0 and 20 on rank 2"):
+        load(range(12), 2)
+
+
+@pytest.mark.parametrize(
+    "dataset",
+    [iter([]), *(type("Data", (), {"__len__": lambda _, length=length: length})() for length in (-1, 8.0))],
+    ids=["streamed", "negative", "float"],
+)
+def test_dataset_without_a_valid_length_is_refused(dataset: Any) -> None:
+    with pytest.raises(ConfigError, match=r"^dataset has no valid length"):
+        load(dataset, 1)
+
+
+SAMPLES, BATCH_SIZE, ACCUMULATION = 53, 3, 2
+SAMPLES_PER_STEP = BATCH_SIZE * ACCUMULATION
+
+
+def step_loader(rank: int, world_size: int, *, shuffle: bool, samples: int = SAMPLES) -> StepLoader[int]:
+    return StepLoader(range(samples), rank=rank, world_size=world_size, shuffle=shuffle)
+
+
+def epoch_of(loader: StepLoader[int], epoch: int, steps: int = 1000) -> list[list[int]]:
+    return list(loader.epoch(epoch, samples_per_step=SAMPLES_PER_STEP, steps=steps))
+
+
+def steps_of_torchtune(rank: int, world_size: int, *, shuffle: bool, epoch: int) -> list[list[int]]:
+    """Group the batches of the stock recipes' sampler and loader into optimizer steps."""
+    dataset = range(SAMPLES)
+    sampler = StatefulDistributedSampler(dataset, num_replicas=world_size, rank=rank, shuffle=shuffle)
+    loader = StatefulDataLoader(dataset, batch_size=BATCH_SIZE, sampler=sampler, collate_fn=list, drop_last=True)
+    sampler.set_epoch(epoch)
+    batches = list(loader)
+    whole = len(batches) // ACCUMULATION
+    return [list(chain(*batches[step * ACCUMULATION : (step + 1) * ACCUMULATION])) for step in range(whole)]
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+@pytest.mark.parametrize(("rank", "world_size"), [(0, 1), (0, 2), (1, 2), (2, 3)])
+def test_step_has_the_samples_that_torchtune_accumulates(rank: int, world_size: int, shuffle: bool) -> None:
+    ours = step_loader(rank, world_size, shuffle=shuffle)
+    for epoch in (0, 1, 2):
+        expected = steps_of_torchtune(rank, world_size, shuffle=shuffle, epoch=epoch)
+        assert epoch_of(ours, epoch, steps=2) == expected[:2], "a shortened epoch does not shift the next"
+        assert epoch_of(ours, epoch) == expected
+        assert ours.samples_per_rank // SAMPLES_PER_STEP == len(expected) > 1
+
+
+def test_steps_may_change_size_every_epoch_without_losing_samples() -> None:
+    loader = step_loader(0, 1, shuffle=True, samples=24)
+    for epoch, size in enumerate((2, 4, 8)):
+        steps = list(loader.epoch(epoch, samples_per_step=size, steps=1000))
+        assert [len(step) for step in steps] == [size] * (24 // size)
+        assert sorted(chain(*steps)) == list(range(24))
+
+
+def test_sample_order_takes_at_most_20_bytes_per_sample() -> None:
+    loader = step_loader(1, 2, shuffle=True, samples=10**6)
+    tracemalloc.start()
+    next(loader.epoch(0, samples_per_step=4, steps=1))
+    next(loader.epoch(0, samples_per_step=4, steps=1, samples_done=8))
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 20 * 10**6
+
+
+@pytest.mark.parametrize(("samples", "world_size"), [(10, 3), (2, 3), (6, 2), (5, 1)])
+def test_all_samples_count_once_in_equally_many_shares_of_each_rank(samples: int, world_size: int) -> None:
+    ranks = [step_loader(rank, world_size, shuffle=False, samples=samples) for rank in range(world_size)]
+    shares = [list(loader.all_samples(2)) for loader in ranks]
+    assert len({tuple(map(len, of_rank)) for of_rank in shares}) == 1
+    assert sorted(sample for sample, repeated in chain(*chain(*shares)) if not repeated) == list(range(samples))
+
+
+@pytest.mark.parametrize(("steps_in_epoch", "refused"), [(0, False), (3, True)])
+def test_resume_within_an_epoch_needs_the_same_number_of_samples(steps_in_epoch: int, refused: bool) -> None:
+    values: dict[str, Any] = {"seed": 0, "total_epochs": 2, "max_steps_per_epoch": None, "ranks": 1}
+    run = mock.Mock(progress=Progress(**values, steps_in_epoch=steps_in_epoch, dataset_samples=64))
+    unused = mock.Mock()
+    data = Data(CheckedDataset([{}] * 20), False, unused, unused, max_seq_len=8)
+    with (
+        mock.patch.object(training_loop, "StepProfiler"),
+        pytest.raises(ConfigError, match=r"20 samples, but had 64") if refused else nullcontext(),
+    ):
+        training_loop.TrainingLoop(run, unused, data, unused, unused)
+        assert run.progress.dataset_samples == 20
+
+
+def test_validation_does_not_change_random_states() -> None:
+    def draw() -> tuple[float, float, float]:
+        return random.random(), float(np.random.rand()), float(torch.rand(()))
+
+    random.seed(1), np.random.seed(1), torch.manual_seed(1)
+    expected = draw()
+    random.seed(1), np.random.seed(1), torch.manual_seed(1)
+    inside = []
+    for _ in range(2):
+        with isolated_random_state():
+            inside.append(draw())
+    assert inside[0] == inside[1]
+    assert draw() == expected

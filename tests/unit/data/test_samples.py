@@ -1,0 +1,172 @@
+"""Kinds of sample, one sequence or a pair, in limits, packing and fillers. Invalid samples are named by their index,
+and those that do not fit with remedies.
+"""
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+from omegaconf import OmegaConf
+from torch import nn
+
+from tests.unit.data.minimal_config import NEEDED
+from tests.unit.data.models import build
+from torchtune_adaptive.config.keys import AdaptiveConfig, Settings
+from torchtune_adaptive.data.checked_dataset import CheckedDataset
+from torchtune_adaptive.data.samples import FILLER, INDEX, PAIR, TEXT, TokenKind, cost_of
+from torchtune_adaptive.engine.limits import TokenLimit
+from torchtune_adaptive.engine.plans import Load, load_of, plan_step
+from torchtune_adaptive.errors import OneRowDoesNotFitError, Remedy, SampleError, SampleTooLargeError
+from torchtune_adaptive.loop import batch_size
+from torchtune_adaptive.loop.batch_size import check_lengths, worst_sample
+
+JOINED = replace(PAIR, padded=False)
+
+
+def pair(chosen: int, rejected: int) -> dict[str, Any]:
+    return {
+        "chosen_input_ids": [*range(chosen)],
+        "chosen_labels": [-100, *range(1, chosen)],
+        "rejected_input_ids": [*range(rejected)],
+        "rejected_labels": [-100, *range(1, rejected)],
+    }
+
+
+def test_length_of_a_pair_is_that_of_its_longer_answer_or_of_both_without_padding() -> None:
+    assert PAIR.length_of(pair(3, 7)) == 7
+    assert JOINED.length_of(pair(3, 7)) == 10
+    assert PAIR.lengths_of(pair(3, 7)) == (3, 7)
+    assert (PAIR.length_at(5), JOINED.length_at(5), TEXT.length_at(5)) == (5, 10, 5)
+
+
+@pytest.mark.parametrize("kind", [TEXT, PAIR, JOINED])
+def test_worst_sample_has_the_requested_length_and_only_targets(kind: TokenKind) -> None:
+    worst = kind.uniform(3, 12)
+    assert kind.length_of(worst) == 12
+    assert all(set(values) == {3} for values in worst.values())
+    assert kind.cut(worst, 6) == kind.uniform(3, 6)
+
+
+def test_filler_pair_has_no_labels_and_is_marked_as_filler() -> None:
+    sample = pair(5, 6)
+    filler = PAIR.filler(sample)
+    assert filler[FILLER]
+    assert filler["chosen_labels"] == filler["rejected_labels"] == [-100, -100]
+    assert sample == pair(5, 6)
+    sample = {INDEX: 7, "tokens": [1, 2, 3], "labels": [1, 2, 3]}
+    assert TEXT.filler(sample) == {INDEX: 7, FILLER: True, "tokens": [1, 2], "labels": [-100, -100]}
+
+
+def test_collate_functions_do_not_see_internal_fields() -> None:
+    sample = {INDEX: 7, "tokens": [1, 2, 3], "labels": [1, 2, 3], "encoder_input": {}}
+    (row,) = TEXT.rows_of([TEXT.filler(sample)])
+    assert row.keys() == {"tokens", "labels", "encoder_input"}
+    assert all(row.keys() == {"tokens", "labels"} for row in PAIR.rows_of([{**pair(2, 3), INDEX: 7, FILLER: True}]))
+
+
+def test_answer_without_tokens_becomes_one_without_labels() -> None:
+    empty = {**pair(3, 3), "rejected_input_ids": [], "rejected_labels": []}
+    assert PAIR.rows_of([empty])[1] == {"tokens": [0], "labels": [-100]}
+
+
+def test_token_budget_counts_both_rows_of_a_pair() -> None:
+    limit = TokenLimit(100, rows_per_sample=2)
+    assert limit.rows_at(10) == 5
+    assert limit.fits(5, 10)
+    assert not limit.fits(6, 10)
+    assert limit.fits(7, 10, tokens=100)
+    assert limit.format_need(5, 10) == "100"
+    assert limit.after_oom(5, 10) == TokenLimit(64, rows_per_sample=2)
+    lengths = [10, 9, 8, 4, 4, 3]
+    assert all(2 * len(rows) * max(lengths[i] for i in rows) <= 100 for rows in plan_step(lengths, limit))
+
+
+def test_load_of_pairs_counts_rows_and_separate_costs() -> None:
+    rows, squares = [(3, 7), (6, 2)], lambda length: length**2
+    assert load_of(((0, 1),), [7, 6], row_lengths=rows) == Load(18, 28, 2, 28, cost=28)
+    assert load_of(((0, 1),), [7, 6], row_lengths=rows, cost=squares).cost == 4 * 49
+    assert load_of(((0, 1),), [10, 8], row_lengths=rows, padded=False) == Load(18, 18, 2, 18, cost=18)
+    assert load_of(((0, 1),), [10, 8], row_lengths=rows, cost=squares, padded=False).cost == 9 + 49 + 36 + 4
+
+
+def test_attention_makes_long_samples_cost_more_than_their_tokens() -> None:
+    model = build()
+    cost, parameters = cost_of(model), sum(each.numel() for each in model.layers[0].parameters())
+    assert cost(1) == pytest.approx(1, rel=0.01)
+    assert cost(100) == pytest.approx(100 * (1 + 100 * 32 / parameters))
+
+
+def test_sample_costs_its_tokens_if_the_cost_of_attention_is_unknown() -> None:
+    strange = build()
+    strange.layers[0].attn = nn.Linear(1, 1)
+    assert cost_of(strange)(100) == cost_of(nn.Linear(1, 1))(100) == 100
+
+
+def test_sample_of_another_kind_is_named() -> None:
+    with pytest.raises(SampleError, match=r"^sample 0 .*\(KeyError: 'tokens'\)"):
+        CheckedDataset([{"chosen_input_ids": [1]}])[0]
+
+
+def test_pair_longer_than_a_microbatch_is_named_with_the_tokens_of_both_answers() -> None:
+    pairs = [JOINED.uniform(1, length) for length in (886, 984)]
+    samples = CheckedDataset(pairs, JOINED)
+    samples.length_limit = 887, "; raise it"
+    assert samples[0][INDEX] == 0
+    with pytest.raises(SampleTooLargeError, match=r"^sample 1 .* 984 tokens in both .* room for 887; raise it$"):
+        samples[1]
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.distributed.get_rank", lambda: 0)
+    monkeypatch.setattr("torch.distributed.get_world_size", lambda: 1)
+
+
+def settings(changed: dict[str, Any] | None = None, **adaptive: Any) -> Settings:
+    return Settings(**{**NEEDED, **(changed or {}), "adaptive": AdaptiveConfig(**adaptive)})
+
+
+def test_row_that_does_not_fit_is_reported_with_its_stage() -> None:
+    step, loop = mock.Mock(length=4096, sample={}), mock.Mock()
+    step.runner.stage, loop.data.kind, loop.run.settings = "policy", JOINED, settings()
+    fails = OneRowDoesNotFitError("one row of 256 tokens needs 2", Remedy.MORE_RANKS)
+    with (
+        mock.patch.object(batch_size, "find_max_batch_size", side_effect=fails),
+        pytest.raises(OneRowDoesNotFitError) as error,
+    ):
+        batch_size.search_rows(loop, step, mock.MagicMock(), most_rows=64)
+    assert error.value.fact == "one row of 256 tokens needs 2 (policy; in both answers together)"
+    assert error.value.remedies == (Remedy.MORE_RANKS,)
+
+
+@pytest.mark.parametrize(("asked", "tokenizer", "model"), [(256, 64, None), (64, None, 2048), (None, 128, 64)])
+def test_search_measures_the_smallest_of_all_limits(
+    asked: int | None, tokenizer: int | None, model: int | None
+) -> None:
+    dataset = CheckedDataset([TEXT.uniform(1, 30)])
+    dataset.most_tokens = model
+    data: Any = SimpleNamespace(dataset=dataset, kind=TEXT, packed=False, max_seq_len=tokenizer)
+    assert TEXT.length_of(worst_sample(data, asked)) == 64
+
+
+def too_long(budget: int | str, max_seq_len: int | None = None, **changed: Any) -> str:
+    """Return the error for a pair of 984 tokens, of which a microbatch can hold 887."""
+    data: Any = SimpleNamespace(dataset=CheckedDataset([JOINED.uniform(1, 984)], JOINED), kind=JOINED, max_seq_len=None)
+    cfg = OmegaConf.create({"tokenizer": {"max_seq_len": max_seq_len}})
+    with pytest.raises(SampleTooLargeError, match=r"^sample 0 .* 984 tokens .* room for 887") as error:
+        check_lengths(settings({**changed, "config": cfg}, token_budget=budget), data, 887)
+    return str(error.value)
+
+
+def test_remedies_for_a_too_long_sample_depend_on_the_limit_and_the_settings() -> None:
+    assert too_long(887).endswith("; raise adaptive.token_budget, or lower tokenizer.max_seq_len to 443")
+    assert JOINED.length_at(443) <= 887 < JOINED.length_at(444)
+    ignored_by_the_dataset = too_long(887, max_seq_len=300)
+    assert "truncates samples to tokenizer.max_seq_len (300)" in ignored_by_the_dataset
+    assert "lower tokenizer.max_seq_len" not in ignored_by_the_dataset
+    for checkpoints in (True, False):
+        by_memory = too_long("auto", enable_activation_checkpointing=checkpoints)
+        assert "raise adaptive.token_budget" not in by_memory
+        assert ("enable_activation_checkpointing" in by_memory) is not checkpoints

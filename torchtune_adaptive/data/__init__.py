@@ -1,0 +1,1 @@
+"""The samples of a run: loading, their kinds, layout without padding, and balancing over ranks."""

@@ -1,0 +1,191 @@
+"""Build the configured dataset, collate function and loader.
+
+The loader returns the samples of whole steps. They are collated later, when the step is split into microbatches.
+Samples come in the order of torchtune's loaders: a step has the samples of `gradient_accumulation_steps` batches of
+`batch_size`, and an incomplete last step is dropped.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import islice
+from typing import Any, Generic, TypeVar, cast
+
+import numpy as np
+import torch
+from omegaconf import DictConfig, ListConfig
+from torch import nn
+from torch.utils.data import Dataset
+from torchdata.stateful_dataloader import StatefulDataLoader
+from torchtune.data import padded_collate_packed, padded_collate_sft, padded_collate_tiled_images_and_mask
+from torchtune.datasets import ConcatDataset
+
+from torchtune_adaptive.config import components
+from torchtune_adaptive.config.keys import Settings
+from torchtune_adaptive.data.checked_dataset import CheckedDataset
+from torchtune_adaptive.data.images import collate_images
+from torchtune_adaptive.data.samples import PAIR, TEXT, Sample, TokenKind
+from torchtune_adaptive.data.unpadded import Batch, concatenated
+from torchtune_adaptive.engine.ranks import from_all_ranks
+from torchtune_adaptive.errors import ConfigError
+from torchtune_adaptive.formatting import count_of
+from torchtune_adaptive.lifecycle.distributed import Meshes
+
+Item = TypeVar("Item")
+Collate = Callable[[Sequence[Sample]], Batch]
+
+
+@dataclass
+class Data:
+    """The dataset of a run, its loader and its collate function."""
+
+    dataset: CheckedDataset
+    packed: bool
+    """True if every row of the dataset contains several samples and all rows have one length."""
+    collate: Collate
+    """Turns `kind.rows_of(samples)` into a batch."""
+    loader: StepLoader[Sample]
+    max_seq_len: int | None
+    """The length to which the tokenizer truncates samples; None if it does not."""
+
+    @property
+    def kind(self) -> TokenKind:
+        """Return the kind of the samples."""
+        return self.dataset.kind
+
+    def remove_padding(self) -> None:
+        """Concatenate the samples of a microbatch from now on."""
+        self.dataset.kind = replace(self.kind, padded=False)
+        self.collate = partial(concatenated, ignored=self.kind.ignored_label)
+
+
+def build_data(settings: Settings, tokenizer: Any, loss_fn: nn.Module, mesh: Meshes) -> Data:
+    """Collective: build the data of finetuning: each sample is one sequence."""
+    dataset, packed = build_dataset(settings.config, tokenizer)
+    kind = replace(TEXT, ignored_label=cast(int, loss_fn.ignore_index))
+    collate = build_collate(settings, tokenizer, kind.ignored_label, packed=packed)
+    return data_of(CheckedDataset(dataset, kind), collate, settings, tokenizer, mesh, packed=packed)
+
+
+def build_pairs(settings: Settings, tokenizer: Any, mesh: Meshes) -> Data:
+    """Collective: build the data of preference training: each sample is a pair of answers."""
+    dataset, packed = build_dataset(settings.config, tokenizer)
+    if packed:
+        raise ConfigError("dataset.packed is True, but pairs cannot be packed: set it to False")
+    collate = partial(padded_collate_sft, padding_idx=tokenizer.pad_id, ignore_idx=PAIR.ignored_label)
+    return data_of(CheckedDataset(dataset, PAIR), collate, settings, tokenizer, mesh, packed=False)
+
+
+def data_of(
+    samples: CheckedDataset, collate: Collate, settings: Settings, tokenizer: Any, mesh: Meshes, *, packed: bool
+) -> Data:
+    """Collective: combine the samples with a loader."""
+    loader = build_step_loader(samples, settings, mesh)
+    return Data(samples, packed, collate, loader, getattr(tokenizer, "max_seq_len", None))
+
+
+def build_dataset(cfg: DictConfig, tokenizer: Any) -> tuple[Dataset[Sample], bool]:
+    """Build `cfg.dataset`; a list of datasets is concatenated. Return it, and True if its rows are packed."""
+    section = components.require_parts(cfg, "dataset")
+    if not isinstance(section, ListConfig):
+        return components.build_section("dataset", section, tokenizer), bool(section.get("packed"))
+    parts = [components.build_section(f"dataset[{i}]", part, tokenizer) for i, part in enumerate(section)]
+    try:
+        joined = ConcatDataset(datasets=parts)
+    except Exception as error:
+        raise ConfigError(f"dataset: its {len(parts)} parts cannot be joined: {components.in_a_line(error)}") from error
+    return joined, bool(getattr(joined, "packed", False))
+
+
+def build_collate(settings: Settings, tokenizer: Any, ignored_label: int, *, packed: bool) -> Collate:
+    """Return a function that pads samples to the longest; packed rows already have equal lengths."""
+    if packed:
+        return cast(Collate, padded_collate_packed)
+    function = components.imported("collate_fn", settings.collate_fn)
+    function = collate_images if function is padded_collate_tiled_images_and_mask else function
+    return partial(function, padding_idx=tokenizer.pad_id, ignore_idx=ignored_label)
+
+
+def build_step_loader(dataset: CheckedDataset, settings: Settings, mesh: Meshes) -> StepLoader[Sample]:
+    """Collective: return the loader of this data-parallel rank.
+
+    Raises ConfigError if the datasets of the ranks differ in size, or have fewer samples than a step.
+    """
+    try:
+        ranks, samples = mesh["dp"].size(), len(dataset)
+    except Exception as error:
+        raise ConfigError(
+            f"dataset has no valid length ({components.in_a_line(error)}), but every epoch needs one: use one that "
+            "is not streamed, and whose __len__ returns its number of samples"
+        ) from error
+    first, *others = from_all_ranks(samples)
+    for rank, other in enumerate(others, start=1):
+        if other != first:
+            raise ConfigError(
+                f"dataset has {count_of(first, 'sample')} on rank 0 and {other} on rank {rank}, but all ranks must "
+                "read the same dataset: check that its files and filters are the same on every node"
+            )
+    if not samples:
+        raise ConfigError("dataset is empty: check its source, split and filter")
+    loader = StepLoader(dataset, rank=mesh["dp"].get_local_rank(), world_size=ranks, shuffle=settings.shuffle)
+    if loader.samples_per_rank < settings.samples_per_step:
+        accumulation = settings.gradient_accumulation_steps
+        accumulated = f"gradient_accumulation_steps {accumulation} × " * (accumulation > 1)
+        raise ConfigError(
+            f"dataset has {count_of(samples, 'sample')}, but one step takes {settings.samples_per_step * ranks}: "
+            f"batch_size {settings.batch_size} × {accumulated}{count_of(ranks, 'rank')}; lower one of them"
+        )
+    return loader
+
+
+class StepLoader(Generic[Item]):
+    """Yields this rank's samples of each step; the samples per step may change between epochs."""
+
+    def __init__(self, dataset: Dataset[Item], *, rank: int, world_size: int, shuffle: bool) -> None:
+        self._dataset, self._rank, self._ranks, self._shuffle = dataset, rank, world_size, shuffle
+        self._samples: int = len(dataset)  # type: ignore[arg-type]
+        self.samples_per_rank = math.ceil(self._samples / world_size)
+        """The number of samples of a rank in an epoch."""
+        self._loader: StatefulDataLoader | None = None
+
+    def samples_left_per_rank(self, samples_done: int) -> int:
+        """Return the number of samples left for each rank after all ranks together have used `samples_done`."""
+        return (self.samples_per_rank * self._ranks - samples_done) // self._ranks
+
+    def epoch(self, epoch: int, *, samples_per_step: int, steps: int, samples_done: int = 0) -> Iterator[list[Item]]:
+        """Yield up to `steps` steps of an epoch, without its first `samples_done` samples.
+
+        Ranks take the samples in turn from one shuffled order. So the samples used so far are always the beginning of
+        that order, and any number of ranks can resume with the rest.
+        """
+        sampler: Any = self._indices(epoch, samples_done)
+        self._loader = StatefulDataLoader(
+            self._dataset, batch_size=samples_per_step, sampler=sampler, collate_fn=list, drop_last=True
+        )
+        return islice(iter(self._loader), steps)
+
+    def all_samples(self, samples_each: int) -> Iterator[list[tuple[Item, bool]]]:
+        """Yield this rank's part of the whole dataset without shuffling, in lists of up to `samples_each` samples.
+
+        All ranks get the same number of samples; if necessary, some samples are repeated. The bool is True for a
+        repeated sample, which must not count.
+        """
+        positions, samples = range(self._rank, self.samples_per_rank * self._ranks, self._ranks), self._samples
+        for first in range(0, len(positions), samples_each):
+            yield [(self._dataset[at % samples], at >= samples) for at in positions[first : first + samples_each]]
+
+    def _indices(self, epoch: int, samples_done: int) -> np.ndarray[Any, Any]:
+        """Return the indices of this rank's samples in the order of torchtune's sampler, without the first
+        `samples_done` of all ranks. An array needs 8 bytes per sample, a list 40."""
+        samples, generator = self._samples, torch.Generator().manual_seed(epoch)
+        order = (torch.randperm(samples, generator=generator) if self._shuffle else torch.arange(samples)).numpy()
+        positions = np.arange(samples_done + self._rank, self.samples_per_rank * self._ranks, self._ranks)
+        indices: np.ndarray[Any, Any] = order[positions % samples]  # repeats the first samples, for equal shares
+        return indices
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position in the last epoch for torchtune's recipes; the adaptive recipes do not read it."""
+        return {} if self._loader is None else dict(self._loader.state_dict())

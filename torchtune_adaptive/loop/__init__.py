@@ -1,0 +1,1 @@
+"""The training loop, its schedule and metrics, and the search for the batch size."""
