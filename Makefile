@@ -9,6 +9,8 @@ SITE := $(VENV)/ready-for-docs
 # number of test files that run in parallel
 WORKERS ?= 2
 PYTEST := pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
+# targets of gpu-rehearsal, in the environment of this Makefile
+REHEARSAL := $(MAKE) -C rehearsal VENV=$(CURDIR)/$(VENV) WORKERS=$(WORKERS)
 SHELL := bash
 .SHELLFLAGS := -o pipefail -ec
 # pip with the pinned versions; prints its downloads, since the environments take several gigabytes
@@ -31,13 +33,14 @@ lightning := 2.6.6
 SKYRL := accelerate cloudpathlib datasets fastapi func_timeout hf_transfer jaxtyping loguru orjson pandas pillow polars pybase64 \
 	s3fs tensordict torchdata zstandard
 
-.PHONY: demo demo-rehearse demo-dpo demo-ppo demo-hf test test-all coverage test-gpu test-foreign test-frameworks test-hf test-skyrl test-nccl test-null published lint faults versions soak crash bench gpu-day docs dist clean
+.PHONY: demo demo-dpo demo-ppo demo-hf test test-all coverage test-gpu test-frameworks test-hf test-skyrl test-nccl test-null published lint faults versions soak crash bench gpu-day docs dist limits clean
 
 demo: $(READY)
 	rm -rf runs/demo/full runs/demo/lora
 	$(BIN)/tune run --nproc_per_node 2 adaptive_full_finetune_distributed --config adaptive/demo/full
 	$(BIN)/tune run --nproc_per_node 2 adaptive_lora_finetune_distributed --config adaptive/demo/lora
 	$(BIN)/python examples/draw_run.py runs/demo/full
+	$(REHEARSAL) demo
 	@echo 'Next: . $(BIN)/activate, then README, section 1'
 
 # preference training (DPO): of all weights with a reference model, then of adapters, with the base model as the reference
@@ -58,20 +61,17 @@ demo-hf: $(READY)
 		$(BIN)/torchrun --nproc_per_node 2 examples/sft_trl.py --memory_limit 24MiB; \
 		$(BIN)/torchrun --nproc_per_node 2 examples/grpo_trl.py --memory_limit 22MiB; fi
 
-# rehearses Llama 3.1 8B on eight GPUs of 80 GB, without a GPU: 1 row fits, 2 do not
-demo-rehearse: $(READY)
-	$(BIN)/rehearse --ranks 8 --memory 80GB -- examples/llama_8b_fsdp2.py --rows 1
-	! $(BIN)/rehearse --ranks 8 --memory 80GB -- examples/llama_8b_fsdp2.py --rows 2 2>/dev/null
-
 # required for every change, in 6 to 11 minutes on two cores: lint, types, unit tests and the tests marked smoke, which cover
-# each feature in README and each kind of fault once. A test in which a rank crashed with a corrupt heap is run again and
-# listed as RERUN: see "Unexplained" in docs/open.md
+# each feature in README and each kind of fault once; then the same for gpu-rehearsal (`make -C rehearsal test`). A test in
+# which a rank crashed with a corrupt heap is run again and listed as RERUN: see "Unexplained" in docs/open.md
 test: lint
 	$(BIN)/python -m $(PYTEST) -m smoke -rR --reruns 1 --only-rerun 'died \(SIG(ABRT|SEGV|BUS)\)'
+	$(REHEARSAL) test
 
 # every test that needs no GPU, in under 20 minutes on two idle cores
 test-all: lint
 	$(BIN)/python -m $(PYTEST)
+	$(REHEARSAL) test-all
 
 # coverage of lines and branches, including spawned and forked ranks; takes about twice as long as `make test-all`.
 # A process that a test kills may leave a corrupt data file, which is skipped with a warning
@@ -105,7 +105,7 @@ test-skyrl: $(VENV)/skyrl/ready
 $(VENV)/skyrl/ready: pyproject.toml
 	$(PYTHON) -m venv $(@D)
 	$(@D)/bin/python -m pip install --progress-bar off torch==2.13.0 'transformers>=5.6.1,<=5.16.1' peft==0.18.1 ray==2.57.0 \
-		hydra-core==1.3.4 $(SKYRL) --editable . pytest pytest-timeout pytest-xdist $(SHOW)
+		hydra-core==1.3.4 $(SKYRL) --editable ./rehearsal --editable . pytest pytest-timeout pytest-xdist $(SHOW)
 	$(@D)/bin/python -m pip install --quiet --no-deps --ignore-requires-python skyrl==0.4.0 skyrl-gym==0.4.0
 	touch $@
 
@@ -118,9 +118,9 @@ $(VENV)/framework-%/ready: pyproject.toml
 	$(@D)/bin/python -m pip install --progress-bar off '$*$(if $(filter ray,$*),[train])==$($*)' --editable '.[hf]' pytest pytest-timeout $(SHOW)
 	touch $@
 
-# torch's own CUDA code over a null device; needs a CUDA build of torch and a C compiler, no GPU
+# recovery and search on simulated GPUs, and rehearsals of recipes; needs a CUDA build of torch and a C compiler, no GPU
 test-null: $(READY)
-	$(BIN)/python -m pytest tests/null tests/rehearse
+	$(BIN)/python -m pytest tests/null tests/rehearsals
 
 # recovery over torch's own NCCL process groups, without a GPU: every operation under FSDP2 and hybrid sharding, 4 operations of
 # each other case of `make faults` that a null device can run. An hour on two idle cores
@@ -128,20 +128,9 @@ test-nccl: $(READY)
 	$(BIN)/python -W ignore -m tests.null.nccl
 	$(BIN)/python -m tools.measured
 
-# rehearsals of scripts that use other libraries, in an environment of 7 GB without torchtune; writes the table of
-# docs/rehearsing.md. Twelve minutes on two idle cores, five of them for installation
-test-foreign: $(VENV)/foreign/ready
-	$(VENV)/foreign/bin/python -m tests.foreign
-
-$(VENV)/foreign/ready: pyproject.toml constraints.txt
-	$(PYTHON) -m venv $(@D)
-	$(@D)/bin/python $(PIP_INSTALL) --editable '.[hf]' trl peft bitsandbytes torchao deepspeed liger-kernel lightning \
-		diffusers timm torchvision torch_geometric sentence-transformers $(SHOW)
-	touch $@
-
 # compares rehearsals with published figures, in about five minutes; `make test-all` checks only one of them
 published: $(READY)
-	TORCHTUNE_ADAPTIVE_PUBLISHED=1 $(BIN)/python -m pytest tests/rehearse/recipes/test_published.py
+	TORCHTUNE_ADAPTIVE_PUBLISHED=1 $(BIN)/python -m pytest tests/rehearsals/test_published.py
 
 lint: $(READY)
 	$(BIN)/ruff check .
@@ -162,7 +151,7 @@ versions: $(READY) $(VERSIONS:%=$(VENV)/torch-%/ready)
 $(VENV)/torch-%/ready: pyproject.toml constraints.txt | $(READY)
 	$(PYTHON) -m venv $(@D)
 	grep -v '^torch==' constraints.txt > $(@D)/constraints.txt
-	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --constraint $(@D)/constraints.txt torch===$* --editable '.[dev]'
+	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --constraint $(@D)/constraints.txt torch===$* --editable ./rehearsal --editable '.[dev]'
 	touch $@
 
 # hundreds of steps of four recipes, by rows and by tokens, while the free memory changes; 5,000 steps that check for memory
@@ -193,34 +182,44 @@ docs: $(SITE)
 	cp -r benchmarks/results build/pages/benchmarks
 	$(BIN)/mkdocs build --strict
 
-# builds the sdist and, from it, the wheel; tries both in an environment without torchtune, then the wheel with [recipes]
+# builds the sdists and, from them, the wheels of both packages; tries each in an environment without the other, then the
+# wheel with [recipes]
 dist: $(READY)
-	rm -rf dist build/installed
-	$(BIN)/python -m build --outdir dist
+	rm -rf dist build/installed build/rehearsal
+	for project in . rehearsal; do $(BIN)/python -m build --outdir dist $$project; done
 	$(BIN)/python -m twine check --strict dist/*
 	$(PYTHON) -m venv build/installed
-	for built in dist/*.tar.gz dist/*.whl; do \
+	for built in dist/torchtune_adaptive*; do \
 		build/installed/bin/python $(PIP_INSTALL) --force-reinstall --no-deps "$$built"; \
 		build/installed/bin/python $(PIP_INSTALL) "$$built" $(SHOW); \
 		build/installed/bin/python -m pip check; \
 		(cd build/installed && bin/torchrun --nproc_per_node 2 $(CURDIR)/examples/plain_fsdp2.py); \
-		(cd build/installed && bin/rehearse --ranks 8 --memory 80GB -- $(CURDIR)/examples/llama_8b_fsdp2.py); \
 		(cd build/installed && ! bin/tune-adaptive ls 2>error && grep 'install the \[recipes\] extra' error); \
 	done
-	wheel=$$(echo dist/*.whl) && build/installed/bin/python $(PIP_INSTALL) "$$wheel[recipes]" $(SHOW)
+	build/installed/bin/python -m pip uninstall --yes torchtune-adaptive
+	for built in dist/gpu_rehearsal*; do \
+		build/installed/bin/python $(PIP_INSTALL) --force-reinstall --no-deps "$$built"; \
+		build/installed/bin/python -m pip check; \
+		(cd build/installed && bin/rehearse --ranks 8 --memory 80GB -- $(CURDIR)/rehearsal/examples/llama_8b_fsdp2.py); \
+	done
+	wheel=$$(echo dist/torchtune_adaptive*.whl) && build/installed/bin/python $(PIP_INSTALL) "$$wheel[recipes]" $(SHOW)
 	build/installed/bin/python -m pip check
 	cd build/installed && bin/tune-adaptive ls demo
 	cd build/installed && bin/tune run --nproc_per_node 2 adaptive_full_finetune_distributed --config adaptive/demo/full
 
+# the size of each product and of its tests and pages, with the limits
+limits: $(READY)
+	$(BIN)/python tools/limits.py
+
 clean:
 	rm -rf $(VENV) build dist .coverage *.egg-info runs
 
-$(READY): pyproject.toml constraints.txt
+$(READY): pyproject.toml rehearsal/pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; ok = (3, 11) <= sys.version_info < (3, 14); \
 		sys.exit(None if ok else "Python %d.%d found, 3.11 to 3.13 needed: make PYTHON=python3.11 ..." % sys.version_info[:2])'
 	@echo 'setting up $(VENV): torch and its CUDA libraries take 6 GB and a few minutes'
 	@$(PYTHON) -m venv $(VENV)
-	@$(BIN)/python $(PIP_INSTALL) --editable '.[dev]' $(SHOW)
+	@$(BIN)/python $(PIP_INSTALL) --editable ./rehearsal --editable '.[dev]' $(SHOW)
 	@touch $(READY)
 
 $(PEERS): $(READY)

@@ -23,6 +23,17 @@ class Answer(NamedTuple):
 Rehearse = Callable[..., Answer]
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark what `make test` runs: all unit tests, and of tests marked with cases only these."""
+    for item in items:
+        marker = item.get_closest_marker("smoke")
+        if "unit" in item.path.parts:
+            item.add_marker("smoke")
+        elif isinstance(item, pytest.Function) and marker and marker.args and item.callspec.id not in marker.args:
+            item.own_markers.remove(marker)
+
+
 def run_program(folder: Path, *words: str, **variables: str) -> subprocess.CompletedProcess[str]:
     """Run a program of this environment in a folder; skip the test if null devices are unavailable."""
     skip_without_null_device()

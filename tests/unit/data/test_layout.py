@@ -168,7 +168,7 @@ def test_steps_are_dealt_under_a_length_limit_on_several_ranks(monkeypatch: pyte
     assert balancer(BUDGET) == "of samples"
     assert balancer(BUDGET, RowLimit(8)) is None
     assert balancer(AdaptiveConfig(), None) is None
-    assert balancer(replace(BUDGET, deal=False)) is None
+    assert balancer(replace(BUDGET, balance=False)) is None
     monkeypatch.setattr(balancing, "world_size", lambda: 1)
     assert balancer(BUDGET) is None
 

@@ -101,7 +101,7 @@ def test_report_names_its_rank_unless_the_error_is_that_of_all_ranks(
 ) -> None:
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setattr(entry_point.dist, "is_initialized", lambda: True)
-    entry_point._report(error, error.in_words(KEYS))
+    entry_point.report_error(error, error.in_words(KEYS))
     assert capsys.readouterr().err.strip() == begins
 
 
