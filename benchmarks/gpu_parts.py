@@ -47,7 +47,7 @@ from torchtune_adaptive.engine.limit_policy import Change
 from torchtune_adaptive.engine.memory import CudaMemory
 from torchtune_adaptive.engine.oom import release_memory
 
-TUNE_ADAPTIVE = Path(sys.executable).with_name("tune-adaptive")
+REHEARSE = Path(sys.executable).with_name("rehearse")
 TURNS = "TORCHTUNE_ADAPTIVE_TURNS"
 """Environment variable with the path of a file. A process locks it while it uses the card."""
 CASE_S = 60 * (4 if ON_NULL else 1)
@@ -155,14 +155,14 @@ def rehearse(case: str, memory: str) -> tuple[tuple[str, str], float | None]:
     gpu = "h200" if "H200" in torch.cuda.get_device_name() else "h100"
     options = ["--gpu", gpu, "--memory", memory, "--format", "json"]
     script = ["-m", "tests.gpu.one_card", case]
-    result, output = outputs(str(TUNE_ADAPTIVE), "rehearse", *options, "--", *script)
+    result, output = outputs(str(REHEARSE), *options, "--", *script)
     time = json.loads(result)["time"] if result.startswith("{") else None
     return (output, output), time and time["seconds"]
 
 
 def outputs(*command: str) -> tuple[str, str]:
     """Return what a command printed; its standard error is shown, too."""
-    rehearsal = "rehearse" in command  # a rehearsal loads a null device of its own
+    rehearsal = str(REHEARSE) in command  # a rehearsal loads a null device of its own
     variables = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD" or not rehearsal}
     try:
         ended = subprocess.run(

@@ -135,7 +135,7 @@ def _goes_on(done: int, pairs: int, began: float) -> bool:
 @contextmanager
 def sharding_always() -> Iterator[None]:
     """Make the adaptive recipe shard the model on one rank too, as stock's LoRA recipe does."""
-    with mock.patch("torchtune_adaptive.build.model.is_sharded", return_value=True):
+    with mock.patch("torchtune_adaptive.models.model.is_sharded", return_value=True):
         yield
 
 

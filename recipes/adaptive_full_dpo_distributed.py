@@ -5,7 +5,6 @@
 Accepts every config of torchtune's full_dpo_distributed unchanged.
 """
 
-from torchtune_adaptive.build.optimizer import build_optimization
 from torchtune_adaptive.checkpoints.contents import Contents
 from torchtune_adaptive.config import components
 from torchtune_adaptive.config.checks import read_full_dpo_settings
@@ -13,6 +12,7 @@ from torchtune_adaptive.data.loading import build_pairs
 from torchtune_adaptive.lifecycle.entry_point import DictConfig, run_recipe
 from torchtune_adaptive.loop.batch_size import set_batch_sizes
 from torchtune_adaptive.loop.training_loop import Run, TrainingLoop
+from torchtune_adaptive.models.optimizer import build_optimization
 from torchtune_adaptive.objectives.preference import (
     PAIRS,
     POLICY,

@@ -5,8 +5,6 @@
 Accepts every config of torchtune's full_finetune_distributed unchanged.
 """
 
-from torchtune_adaptive.build.model import build_full_model, build_lora_model
-from torchtune_adaptive.build.optimizer import build_optimization
 from torchtune_adaptive.checkpoints.contents import Contents
 from torchtune_adaptive.config import components
 from torchtune_adaptive.config.checks import read_full_settings
@@ -14,6 +12,8 @@ from torchtune_adaptive.data.loading import build_data
 from torchtune_adaptive.lifecycle.entry_point import DictConfig, run_recipe
 from torchtune_adaptive.loop.batch_size import set_batch_sizes
 from torchtune_adaptive.loop.training_loop import Run, TrainingLoop
+from torchtune_adaptive.models.model import build_full_model, build_lora_model
+from torchtune_adaptive.models.optimizer import build_optimization
 from torchtune_adaptive.objectives.finetuning import build_loss, build_stages, build_validation
 
 

@@ -7,12 +7,12 @@ Accepts the keys of torchtune's ppo_full_finetune_single_device.
 
 from collections.abc import Sequence
 
-from torchtune_adaptive.build.optimizer import build_optimization
 from torchtune_adaptive.config import components
 from torchtune_adaptive.config.remedies import KEYS_IN_PPO
 from torchtune_adaptive.data.samples import Sample
 from torchtune_adaptive.lifecycle.entry_point import DictConfig, run_recipe
 from torchtune_adaptive.loop.training_loop import Run
+from torchtune_adaptive.models.optimizer import build_optimization
 from torchtune_adaptive.rl.generation import Generate
 from torchtune_adaptive.rl.iterations import Iterations
 from torchtune_adaptive.rl.ppo import (

@@ -180,7 +180,7 @@ class NoWeights:
         """Return a marker, with which parameters are allocated but not initialized."""
         from torchtune import training
 
-        from torchtune_adaptive.build.model import Unfilled
+        from torchtune_adaptive.models.model import Unfilled
 
         return {training.MODEL_KEY: Unfilled()}
 

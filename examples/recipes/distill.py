@@ -13,8 +13,6 @@ from omegaconf import DictConfig
 from torch.nn.functional import kl_div, pad
 
 from torchtune_adaptive import RowLimit, StepRunner, Totals
-from torchtune_adaptive.build.model import build_frozen_model, build_full_model
-from torchtune_adaptive.build.optimizer import build_optimization
 from torchtune_adaptive.checkpoints.contents import Contents
 from torchtune_adaptive.checkpoints.loading import load_reference
 from torchtune_adaptive.config import components
@@ -25,6 +23,8 @@ from torchtune_adaptive.engine.step import Stages
 from torchtune_adaptive.lifecycle.entry_point import run_recipe
 from torchtune_adaptive.loop.batch_size import set_batch_sizes
 from torchtune_adaptive.loop.training_loop import Run, TrainingLoop
+from torchtune_adaptive.models.model import build_frozen_model, build_full_model
+from torchtune_adaptive.models.optimizer import build_optimization
 from torchtune_adaptive.objectives.finetuning import build_recovery
 
 

@@ -25,8 +25,6 @@ from tests import ranks
 from tests.gpu.old_cudnn import use_torchs_attention_with_old_cudnn
 from tests.null.processes import FORKING_ON_NULL
 from tests.recipes.running import demo_config
-from torchtune_adaptive.build.model import Unfilled, build_full_model, build_lora_model, phase_boundaries
-from torchtune_adaptive.build.optimizer import Optimization, build_optimization
 from torchtune_adaptive.config.checks import read_full_settings, read_lora_settings
 from torchtune_adaptive.config.keys import Settings
 from torchtune_adaptive.data.checked_dataset import CheckedDataset
@@ -43,6 +41,8 @@ from torchtune_adaptive.engine.step import StepRunner
 from torchtune_adaptive.engine.tensors import plain_tensors
 from torchtune_adaptive.formatting import MemorySize
 from torchtune_adaptive.lifecycle.distributed import Devices, free_setup_memory, mesh_of
+from torchtune_adaptive.models.model import Unfilled, build_full_model, build_lora_model, phase_boundaries
+from torchtune_adaptive.models.optimizer import Optimization, build_optimization
 from torchtune_adaptive.objectives.finetuning import ForwardBackward, build_loss
 
 Case = TypeVar("Case")

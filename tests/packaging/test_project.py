@@ -18,7 +18,7 @@ PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text(enco
 MAKEFILE = (ROOT / "Makefile").read_text(encoding="utf-8")
 TARGETS = set(re.findall(r"^([\w-]+):", MAKEFILE, re.MULTILINE))
 OURS = {NAME, *(path.stem for path in RECIPES)}
-FRAMEWORKS = {"ray": "skyrl/", "skyrl": "skyrl/", "pytest": "pytest_plugin.py"}
+FRAMEWORKS = {"ray": "skyrl/", "skyrl": "skyrl/"}
 """Frameworks that import a part of this package, with that part. No extra installs them."""
 NAMED_OTHERWISE = {"yaml": "pyyaml"}
 
@@ -48,11 +48,10 @@ def test_imports_and_declared_dependencies_agree() -> None:
     assert all(path.relative_to(PACKAGE).as_posix().startswith(FRAMEWORKS[name]) for name, path in importing)
 
 
-def test_library_and_rehearsals_import_only_required_packages() -> None:
-    rooms = ("engine", "report", "rehearse", "null_cuda")
-    files = [path for path in FILES if path.parent.name in rooms or path.parent == PACKAGE]
-    required = names(PROJECT["dependencies"])
-    assert packages_of(files) - required == {"accelerate", "pytest"}  # to follow its launcher, and for pytest's plugin
+def test_library_imports_only_required_packages() -> None:
+    files = [path for path in FILES if path.parent.name in ("engine", "report") or path.parent == PACKAGE]
+    adapters = {"omegaconf", "torchtune"}  # imported only in a rehearsal of a recipe
+    assert packages_of(files) - names(PROJECT["dependencies"]) == adapters
 
 
 def test_constraints_pin_allowed_versions_of_declared_packages() -> None:

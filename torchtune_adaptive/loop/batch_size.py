@@ -18,7 +18,6 @@ from typing import Any, TypeVar
 
 import torch
 
-from torchtune_adaptive.build.model import phase_boundaries
 from torchtune_adaptive.config.keys import Settings, value_at
 from torchtune_adaptive.config.remedies import KEYS
 from torchtune_adaptive.data.balancing import balancer_of
@@ -35,6 +34,7 @@ from torchtune_adaptive.formatting import count_of
 from torchtune_adaptive.lifecycle.console import log_rank_0
 from torchtune_adaptive.loop import schedule
 from torchtune_adaptive.loop.training_loop import BatchSchedule, TrainingLoop, restore_limits
+from torchtune_adaptive.models.model import phase_boundaries
 from torchtune_adaptive.objectives.preference import POLICY, REFERENCE_LOG_PROBS
 from torchtune_adaptive.report.journal import SEARCH
 from torchtune_adaptive.report.tables import profile_table, search_table

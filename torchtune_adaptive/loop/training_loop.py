@@ -13,7 +13,6 @@ from omegaconf import DictConfig
 from torch import nn
 from torchtune import training
 
-from torchtune_adaptive.build.optimizer import Optimization
 from torchtune_adaptive.checkpoints.contents import Contents
 from torchtune_adaptive.checkpoints.loading import build_checkpointer
 from torchtune_adaptive.checkpoints.manager import CheckpointManager
@@ -36,6 +35,7 @@ from torchtune_adaptive.formatting import size_for_rank
 from torchtune_adaptive.lifecycle.console import log_rank_0
 from torchtune_adaptive.lifecycle.distributed import free_setup_memory, join, leave
 from torchtune_adaptive.loop.metrics import Metrics, StepProfiler, record_epoch
+from torchtune_adaptive.models.optimizer import Optimization
 from torchtune_adaptive.objectives.validation import Validation
 from torchtune_adaptive.report.journal import Journal
 

@@ -20,7 +20,6 @@ from torch.nn.functional import cross_entropy, pad
 from torchtune.modules.peft import disable_adapter
 from torchtune.training import get_act_offloading_ctx_manager
 
-from torchtune_adaptive.build.model import build_frozen_model, build_full_model, build_lora_model, disable_dropout
 from torchtune_adaptive.checkpoints.loading import load_reference
 from torchtune_adaptive.checkpoints.store import State
 from torchtune_adaptive.config.keys import Settings
@@ -31,6 +30,7 @@ from torchtune_adaptive.data.unpadded import allowing_long_rows, batch_to_device
 from torchtune_adaptive.engine.results import StepResult, Totals
 from torchtune_adaptive.engine.step import Stages
 from torchtune_adaptive.lifecycle.distributed import Devices, Meshes
+from torchtune_adaptive.models.model import build_frozen_model, build_full_model, build_lora_model, disable_dropout
 from torchtune_adaptive.objectives.finetuning import clearing_offloaded_on_error, plan_padding
 from torchtune_adaptive.objectives.stages import OnChange, build_recovery, stages_of
 from torchtune_adaptive.objectives.validation import COUNT, VALIDATION_STAGE, Validation, build_validation_data

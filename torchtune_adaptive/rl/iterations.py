@@ -10,13 +10,13 @@ from typing import Any
 
 from torch import nn
 
-from torchtune_adaptive.build.optimizer import Optimization, SummedOver
 from torchtune_adaptive.checkpoints.progress import EpochSizes
 from torchtune_adaptive.data.samples import Sample
 from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.formatting import count_of
 from torchtune_adaptive.lifecycle.console import log_rank_0
 from torchtune_adaptive.loop.training_loop import BatchSchedule, Run, TrainingLoop, restore_limits
+from torchtune_adaptive.models.optimizer import Optimization, SummedOver
 from torchtune_adaptive.rl.limits import LimitFinder
 from torchtune_adaptive.rl.rollouts import Rollout, build_prompts, gather_rollouts, rollouts_of
 from torchtune_adaptive.rl.settings import PPOSettings

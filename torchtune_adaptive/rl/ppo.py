@@ -25,14 +25,6 @@ from omegaconf import DictConfig, OmegaConf
 from torch import nn
 from torchtune import rlhf, training
 
-from torchtune_adaptive.build.model import (
-    META,
-    Unfilled,
-    build_frozen_model,
-    build_full_model,
-    build_on_device,
-    disable_dropout,
-)
 from torchtune_adaptive.checkpoints.contents import Contents
 from torchtune_adaptive.checkpoints.loading import build_checkpointer, load_reference, section_that_saves
 from torchtune_adaptive.checkpoints.store import WEIGHTS, Checkpointer, Files, State
@@ -41,6 +33,14 @@ from torchtune_adaptive.config.keys import Settings
 from torchtune_adaptive.engine.results import StepResult
 from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.lifecycle.distributed import Devices
+from torchtune_adaptive.models.model import (
+    META,
+    Unfilled,
+    build_frozen_model,
+    build_full_model,
+    build_on_device,
+    disable_dropout,
+)
 from torchtune_adaptive.rl import rollouts as results
 from torchtune_adaptive.rl import settings as keys
 from torchtune_adaptive.rl import stages

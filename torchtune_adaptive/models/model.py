@@ -22,11 +22,11 @@ from torchtune.modules import peft
 from torchtune_adaptive.checkpoints.store import State
 from torchtune_adaptive.config import components
 from torchtune_adaptive.config.keys import Settings
+from torchtune_adaptive.data.unpadded import support_documents
 from torchtune_adaptive.engine.consistency import synchronize_replicas
 from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.formatting import count_of
 from torchtune_adaptive.lifecycle.distributed import SHARDING, Devices, Meshes
-from torchtune_adaptive.data.unpadded import support_documents
 
 META = torch.device("meta")
 CHECKPOINTER = "checkpointer"

@@ -1,0 +1,1 @@
+"""Models and optimizers, built from the config."""
