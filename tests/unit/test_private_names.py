@@ -176,7 +176,7 @@ def engine_ghost_sees_each_collective_once_with_its_group() -> None:
         [operation], [logged] = operations.seen, ghosts._log
         assert messages() - before == {group.group_name: 1}
         assert operation.name in ghost._SUPPORTED
-        assert ghost._group_of((*operation.args, *operation.kwargs.values())) is group
+        assert ghost.group_of((*operation.args, *operation.kwargs.values())) is group
         assert operation.in_place == any(each is True for each in operation.asynchronous().args)
         assert {*map(id, operation.tensors)} & {*map(id, logged.tensors)}
     before = messages()

@@ -13,7 +13,7 @@ import random
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import numpy as np
 import torch
@@ -32,7 +32,7 @@ from torchtune.training.memory import OptimizerInBackwardWrapper
 from torchtune_adaptive.checkpoints.store import RANDOM_FILE, State
 from torchtune_adaptive.config.keys import LoraSettings
 from torchtune_adaptive.engine.memory import resident_tensors
-from torchtune_adaptive.engine.ranks import from_all_ranks
+from torchtune_adaptive.engine.ranks import from_all_ranks, full_tensor
 from torchtune_adaptive.engine.snapshot import RngState, copied_to_host
 from torchtune_adaptive.engine.tensors import plain_tensors, wraps_tensors
 from torchtune_adaptive.formatting import count_of
@@ -104,7 +104,7 @@ def gather_weights(sharded: ShardedWeights, device: torch.device) -> State:
         gathered = weight.to(device) if weight.is_cpu else weight
         if isinstance(gathered, DTensor):
             quantized = isinstance(gathered.to_local(), NF4Tensor)
-            gathered = _gather_nf4_tensor(gathered) if quantized else gathered.full_tensor()
+            gathered = _gather_nf4_tensor(gathered) if quantized else full_tensor(gathered)
         if isinstance(gathered, NF4Tensor):
             gathered = gathered.to(gathered.dtype)
         if is_rank_0:
@@ -153,7 +153,7 @@ def _gather_state(model: nn.Module, optimizer: Optimizer, device: torch.device) 
         if (name, key) in quantized:
             full["state"][name][key] = {SHARDS: _shards_on_rank_0(value)}
             continue
-        gathered: Tensor = value.to(device).full_tensor() if isinstance(value, DTensor) else value  # type: ignore[attr-defined]
+        gathered = full_tensor(cast(DTensor, value.to(device))) if isinstance(value, DTensor) else value
         full["state"][name][key] = gathered.cpu() if is_rank_0 else None
     return full if is_rank_0 else {}
 

@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import zip_longest
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -38,7 +38,7 @@ from torchtune_adaptive.dependencies import refuse_torch
 from torchtune_adaptive.engine import fsdp
 from torchtune_adaptive.engine.messages import COMMUNICATING, caller, communicates, messages, place_of
 from torchtune_adaptive.engine.oom import is_oom
-from torchtune_adaptive.engine.ranks import explaining_failures, rank
+from torchtune_adaptive.engine.ranks import explaining_failures, group_of, rank
 from torchtune_adaptive.engine.tensors import wraps_tensors
 from torchtune_adaptive.errors import AdaptiveError, RecoveryUnsupportedError, Remedy, UnrecoverableError
 
@@ -49,7 +49,6 @@ try:
     from torch._C import _get_dispatch_mode as get_dispatch_mode
     from torch._C import _TorchDispatchModeKey as DispatchModeKey
     from torch._C._distributed_c10d import Backend, FakeWork
-    from torch._C._distributed_c10d import _resolve_process_group as resolve_process_group
     from torch._ops import OpOverloadPacket
     from torch._subclasses.fake_tensor import (
         DataDependentOutputException,
@@ -400,7 +399,7 @@ class GhostMode(TorchDispatchMode):
         """Collective, unless skipped: issue an operation that communicates."""
         call = self._with_real_masks(call)
         tensors, full_name, where = call.tensors, f"{call.func.namespace}::{call.name}", caller()
-        group = _group_of((*call.args, *call.kwargs.values()))
+        group = group_of((*call.args, *call.kwargs.values()))
         if call.name not in _SUPPORTED or group is None:
             raise refusal(f"{full_name}{where} cannot be issued without data")
         if group.size() > 1 and group.group_name not in messages():
@@ -576,17 +575,6 @@ def _attributes_of(model: nn.Module) -> Iterator[dict[str, Any]]:
     for module in model.modules():
         yield from (vars(module), module._buffers, module._parameters)
     yield from map(vars, fsdp.states_of(model))
-
-
-def _group_of(arguments: Iterable[Any]) -> dist.ProcessGroup | None:
-    for each in arguments:
-        if isinstance(each, str) and each in dist.distributed_c10d._world.pg_names.values():
-            return resolve_process_group(cast(Any, each))
-        if isinstance(each, dist.ProcessGroup):
-            return each
-        if isinstance(each, torch.ScriptObject) and "ProcessGroup" in str(each._type()):
-            return dist.ProcessGroup.unbox(each)
-    return None
 
 
 def _zeros(value: Any) -> Any:

@@ -5,14 +5,16 @@ import time
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from torchtune_adaptive.engine.meter import wraps_tensors
 from torchtune_adaptive.engine.oom import is_oom
 from torchtune_adaptive.errors import CollectiveFailedError, Remedy
 
@@ -119,6 +121,43 @@ def use_communicators(models: Iterable[nn.Module]) -> None:
             if group in used and group.size() > 1:
                 with explaining_failures("the first use of a communicator"):
                     dist.all_reduce(torch.zeros(1, device=device), group=group)
+
+
+def group_of(arguments: Iterable[Any]) -> dist.ProcessGroup | None:
+    """Return the process group among the arguments of an operation, which may contain its name."""
+    named: dict[str, dist.ProcessGroup] = {name: group for group, name in dist.distributed_c10d._world.pg_names.items()}
+    for each in arguments:
+        if isinstance(each, str) and each in named:
+            return named[each]
+        if isinstance(each, dist.ProcessGroup):
+            return each
+        if isinstance(each, torch.ScriptObject) and "ProcessGroup" in str(each._type()):
+            return dist.ProcessGroup.unbox(each)
+    return None
+
+
+def full_tensor(tensor: DTensor) -> torch.Tensor:
+    """Collective: return the same tensor as `tensor.full_tensor()`, without corrupting gloo's memory."""
+    with _PlainGathers():
+        return tensor.full_tensor()
+
+
+class _PlainGathers(TorchDispatchMode):
+    """Dispatch mode that issues functional all-gathers as `dist.all_gather_into_tensor`.
+
+    gloo's threads write the name of a completed collective into one string without a lock. A name of more than 15
+    characters is on the heap, so two threads can free it twice. Functional all-gathers have such a name.
+    """
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(map(wraps_tensors, types)):
+            return NotImplemented
+        if func is not torch.ops._c10d_functional.all_gather_into_tensor.default:
+            return func(*args, **(kwargs or {}))
+        shard, ranks = args[0].contiguous(), args[1]
+        gathered = shard.new_empty(ranks * shard.shape[0], *shard.shape[1:])
+        dist.all_gather_into_tensor(gathered, shard, group_of(args))
+        return gathered
 
 
 class Agreement:

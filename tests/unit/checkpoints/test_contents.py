@@ -10,7 +10,8 @@ from torchtune import training
 from torchtune.modules.peft import LoRALinear
 
 from tests.ranks import run_on_ranks
-from torchtune_adaptive.checkpoints.contents import Contents, gather_weights, weights_are_finite
+from torchtune_adaptive.checkpoints.contents import Contents, gather_optimizer_state, gather_weights, weights_are_finite
+from torchtune_adaptive.engine.messages import Listener
 
 CPU = torch.device("cpu")
 LORA = {"rank": 2, "alpha": 4.0}
@@ -81,3 +82,22 @@ def test_adapter_checkpoint_gathers_only_the_adapter() -> None:
     (names, shapes), _ = run_on_ranks(2, sent_for, False, timeout_s=60)
     assert names > adapter | {"0.weight", "1.weight"}
     assert len(shapes) == 5
+
+
+def collectives_of_a_save() -> set[str]:
+    """Collective: gather weights and the state of an optimizer; return the operations that communicated."""
+    model, found = adapted(), set[str]()
+    optimizer = torch.optim.AdamW(model.parameters())
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    with Listener(lambda operation: found.add(operation.partition(" at ")[0])):
+        gather_weights(Contents().sharded(model), CPU)
+        gather_optimizer_state(model, optimizer, CPU)
+    return found
+
+
+def test_save_issues_no_collective_that_corrupts_gloos_memory() -> None:
+    """gloo's names of functional gathers are too long, see `engine.ranks.full_tensor`."""
+    gathers = {"c10d::_allgather_base_", "c10d::allgather_", "c10d::gather_"}
+    assert set().union(*run_on_ranks(2, collectives_of_a_save)) <= gathers

@@ -1,7 +1,10 @@
 """Data that ranks exchange (positions, loads, checksums), and errors of failed collectives."""
 
+import itertools
+import math
 import statistics
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -9,11 +12,15 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
 
+from tests.ranks import run_on_ranks
 from tests.recipes.allocation_profile import profiled
 from torchtune_adaptive.engine.consistency import checksum
 from torchtune_adaptive.engine.plans import load_of
-from torchtune_adaptive.engine.ranks import comes_from_a_collective, explaining_failures
+from torchtune_adaptive.engine.ranks import comes_from_a_collective, explaining_failures, full_tensor
 from torchtune_adaptive.engine.results import AttemptReport, AttemptReports
 from torchtune_adaptive.errors import Remedy, UnrecoverableError
 
@@ -90,3 +97,34 @@ def test_different_weights_have_different_checksums(change: str, dtype: torch.dt
 def test_checksum_does_not_copy_the_weights() -> None:
     weights = torch.randn(4_000_000).to(torch.bfloat16)
     assert profiled(lambda: checksum([weights])).peak_bytes < 10 * 2**20
+
+
+def assert_same_as_torchs_full_tensor(mesh_shape: tuple[int, ...], placements: list[Any]) -> None:
+    """Collective: compare tensors whose shards are uneven or empty."""
+    mesh = init_device_mesh("cpu", mesh_shape)
+    for shape, dtype in itertools.product([(7, 5), (1, 9), (8, 2)], [torch.float32, torch.bfloat16, torch.int64]):
+        whole = torch.arange(math.prod(shape)).view(shape).to(dtype)
+        sharded = DTensor.from_local(whole, mesh, [Replicate()] * mesh.ndim).redistribute(mesh, placements)
+        torchs = sharded.full_tensor()
+        ours = full_tensor(sharded)
+        assert ours.dtype == torchs.dtype
+        assert torch.equal(ours, torchs)
+        assert torch.equal(ours, whole)
+
+
+@pytest.mark.parametrize(
+    ("mesh_shape", "placements"),
+    [
+        ((2,), [Shard(0)]),
+        ((3,), [Shard(0)]),
+        ((3,), [Shard(1)]),
+        ((2, 1), [Replicate(), Shard(0)]),
+        ((2, 2), [Replicate(), Shard(0)]),
+        ((2, 2), [Shard(0), Shard(1)]),
+        ((2, 2), [Shard(0), Shard(0)]),
+        ((2, 2), [_StridedShard(0, split_factor=2), Shard(0)]),
+    ],
+    ids=str,
+)
+def test_full_tensor_is_torchs(mesh_shape: tuple[int, ...], placements: list[Any]) -> None:
+    run_on_ranks(math.prod(mesh_shape), assert_same_as_torchs_full_tensor, mesh_shape, placements)
