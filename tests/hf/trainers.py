@@ -22,6 +22,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset
 from transformers import (
@@ -36,6 +37,7 @@ from transformers import (
 from transformers.utils.logging import set_verbosity_error
 
 from tests.fault_injection import FaultInjector
+from torchtune_adaptive.engine.ranks import full_tensor
 from torchtune_adaptive.hf import AdaptiveArguments, AdaptiveMixin
 
 if TYPE_CHECKING:
@@ -190,7 +192,7 @@ def train(
     log = [entry for entry in trainer.state.log_history if "grad_norm" in entry]
     weights = {
         name.replace("_orig_mod.", ""): (
-            each.full_tensor() if hasattr(each := parameter.detach(), "full_tensor") else each
+            full_tensor(each) if isinstance(each := parameter.detach(), DTensor) else each
         ).clone()
         for name, parameter in trainer.model.named_parameters()
     }

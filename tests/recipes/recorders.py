@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torchao.optim import AdamW8bit
 
+from torchtune_adaptive.engine.ranks import full_tensor
 from torchtune_adaptive.report.journal import EVENTS_FILE
 
 
@@ -48,7 +49,7 @@ class NormSGD(torch.optim.SGD):
 
     def step(self, closure: Any = None) -> Any:
         gradients = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
-        squares = sum(float((g.full_tensor() if isinstance(g, DTensor) else g).square().sum()) for g in gradients)
+        squares = sum(float((full_tensor(g) if isinstance(g, DTensor) else g).square().sum()) for g in gradients)
         if dist.get_rank() == 0:
             with open(self._norms, "a", encoding="utf-8") as file:
                 file.write(f"{math.sqrt(squares)}\n")

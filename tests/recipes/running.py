@@ -21,10 +21,13 @@ import torch
 import torch.distributed as dist
 import torchtune
 from omegaconf import DictConfig, OmegaConf
+from torch.distributed.tensor import DTensor
 
 from tests.ranks import PATIENCE, run_on_ranks, use_next_port
 from torchtune_adaptive.config.command_line import config_and_overrides, locate, read_config
+from torchtune_adaptive.engine.ranks import full_tensor
 from torchtune_adaptive.lifecycle import distributed
+from torchtune_adaptive.tune import distributed
 
 STOCK = Path(torchtune.__file__).parent.parent / "recipes"
 OURS = {
@@ -214,6 +217,7 @@ def stock_on_cpu() -> Iterator[None]:
         # for asynchronous checkpoints it requests gloo in addition to the device's backend, which is gloo here
         mock.patch("torch.distributed.init_process_group", partial(join_with_gloo, dist.init_process_group)),
         mock.patch("torch.distributed.all_reduce", partial(reduce_without_graph, dist.all_reduce)),
+        mock.patch.object(DTensor, "full_tensor", full_tensor),
     ):
         yield
 

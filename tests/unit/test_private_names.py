@@ -24,6 +24,7 @@ from torchtune_adaptive.engine import fsdp, ghost
 from torchtune_adaptive.engine.collectives import CollectiveLedger
 from torchtune_adaptive.engine.messages import communicates, messages
 from torchtune_adaptive.engine.meter import MemoryMeter
+from torchtune_adaptive.engine.ranks import full_tensor
 from torchtune_adaptive.engine.snapshot import _idles
 
 
@@ -44,7 +45,7 @@ def forward(model: nn.Module) -> Tensor:
 def gradients(model: nn.Module) -> Tensor:
     """Collective: run a pass; return the gradients of the whole model, and drop them."""
     forward(model).backward()
-    found = torch.cat([each.grad.full_tensor().flatten() for each in model.parameters()])
+    found = torch.cat([full_tensor(each.grad).flatten() for each in model.parameters()])
     model.zero_grad()
     return found
 

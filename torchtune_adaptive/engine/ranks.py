@@ -1,17 +1,19 @@
 """All communication between ranks except FSDP's own, and its errors. Without a process group, there is one rank."""
 
+import atexit
 import re
 import time
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any, TypeVar, cast
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchtune_adaptive.engine.meter import wraps_tensors
@@ -20,6 +22,8 @@ from torchtune_adaptive.errors import CollectiveFailedError, Remedy
 
 Value = TypeVar("Value")
 
+_ASLEEP_S, _MAX_WAIT_S = 0.02, 10.0
+"""A thread that waits for the GIL wakes up every 5 ms."""
 _HOST_GROUPS: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup | None] = WeakKeyDictionary()
 """Maps a training group to the gloo group that communicates tensors on the host; None if the group does so itself."""
 
@@ -137,12 +141,12 @@ def group_of(arguments: Iterable[Any]) -> dist.ProcessGroup | None:
 
 
 def full_tensor(tensor: DTensor) -> torch.Tensor:
-    """Collective: return the same tensor as `tensor.full_tensor()`, without corrupting gloo's memory."""
-    with _PlainGathers():
-        return tensor.full_tensor()
+    """Collective: return the same as `tensor.full_tensor()`, without the collective that corrupts gloo's memory."""
+    with PlainGathers():
+        return tensor.redistribute(placements=[Replicate()] * tensor.device_mesh.ndim).to_local()
 
 
-class _PlainGathers(TorchDispatchMode):
+class PlainGathers(TorchDispatchMode):
     """Dispatch mode that issues functional all-gathers as `dist.all_gather_into_tensor`.
 
     gloo's threads write the name of a completed collective into one string without a lock. A name of more than 15
@@ -196,13 +200,34 @@ class Agreement:
 
 
 def let_gloo_threads_finish() -> None:
-    """Give gloo's threads time to free their tensors, for which they need Python's GIL.
+    """Wait until gloo's threads have freed their tensors, for which they need Python's GIL.
 
-    The process aborts if a thread waits for the GIL while the interpreter exits. FSDP keeps the group alive after
-    `destroy_process_group`, and with it these threads (pytorch #179291).
+    The process aborts if a thread waits for the GIL while the interpreter exits (pytorch #190489). Destroying the
+    process group does not end its threads, because device meshes keep the group alive. So this function looks at the
+    threads. If they were asleep for a while, they wait for a collective, perhaps with a peer that never answers.
     """
-    if dist.is_initialized() and backend_for("cpu") == "gloo":
-        time.sleep(0.2)  # they need microseconds, or milliseconds on a busy machine
+    before, end_s = None, time.monotonic() + _MAX_WAIT_S
+    while (threads := _gloo_threads()) and time.monotonic() < end_s:
+        if threads == before and all(state.startswith("S") for state, *_ in threads):
+            return
+        before = threads
+        time.sleep(_ASLEEP_S)  # releases the GIL
+
+
+atexit.register(let_gloo_threads_finish)
+
+
+def _gloo_threads() -> list[list[str]]:
+    """Return the state of each of gloo's worker threads, and how often it has been switched to."""
+    states = []
+    for thread in Path("/proc/self/task").glob("*/status"):
+        with suppress(OSError):  # the thread has ended
+            fields = dict(line.split(":\t", 1) for line in thread.read_text().splitlines())
+            if fields["Name"] == "pt_gloo_runloop":
+                states.append(
+                    [fields["State"], fields["voluntary_ctxt_switches"], fields["nonvoluntary_ctxt_switches"]]
+                )
+    return states
 
 
 def from_all_ranks(value: Value) -> list[Value]:

@@ -10,7 +10,7 @@ from torchtune_adaptive.engine import fsdp
 from torchtune_adaptive.engine.collectives import CollectiveLedger
 from torchtune_adaptive.engine.consistency import compare_replicas
 from torchtune_adaptive.engine.limit_policy import Change
-from torchtune_adaptive.engine.ranks import Agreement, let_gloo_threads_finish, use_communicators
+from torchtune_adaptive.engine.ranks import Agreement, use_communicators
 from torchtune_adaptive.engine.results import REPORT_COLUMNS
 from torchtune_adaptive.errors import ConfigError, RecoveryUnsupportedError, Remedy
 from torchtune_adaptive.formatting import is_whole
@@ -86,10 +86,9 @@ class Recovery:
             self._compared = True
 
     def close(self) -> None:
-        """Restore FSDP's own collectives, and give gloo's threads time to finish. Call it at the end of the process."""
+        """Restore FSDP's own collectives."""
         self._closed = True
         self.ledger.close()
-        let_gloo_threads_finish()
 
 
 def has_gradients(model: nn.Module) -> bool:

@@ -26,7 +26,7 @@ from torchtune_adaptive.arguments import AdaptiveArguments
 from torchtune_adaptive.contexts import override_attributes
 from torchtune_adaptive.engine.fsdp import FSDPModule
 from torchtune_adaptive.engine.oom import fatal_on_oom
-from torchtune_adaptive.engine.ranks import from_all_ranks, rank
+from torchtune_adaptive.engine.ranks import PlainGathers, from_all_ranks, rank
 from torchtune_adaptive.errors import AdaptiveError, ConfigError, RecoveryUnsupportedError, Remedy
 from torchtune_adaptive.hf.checkpoints import newest_complete
 from torchtune_adaptive.hf.evaluation import Evaluator
@@ -264,6 +264,11 @@ class AdaptiveMixin(Base):
             state = Path(self._get_output_dir(trial), f"checkpoint-{self.state.global_step}", TRAINER_STATE_NAME)
             state.unlink(missing_ok=True)
         super()._save_checkpoint(model, trial)
+
+    def save_model(self, *args: Any, **kwargs: Any) -> None:
+        """Collective: see Trainer."""
+        with PlainGathers() if self.args.device.type == "cpu" else nullcontext():
+            super().save_model(*args, **kwargs)
 
     def _save_rng_state(self, output_dir: str) -> None:
         """Collective: see Trainer. Wait for all ranks, because rank 0 then writes the file that marks completeness."""

@@ -22,7 +22,7 @@ from torchtune_adaptive.config.command_line import config_and_overrides, read_co
 from torchtune_adaptive.config.components import in_a_line
 from torchtune_adaptive.config.remedies import KEYS, without_active_remedies
 from torchtune_adaptive.engine.oom import fatal_on_oom
-from torchtune_adaptive.engine.ranks import from_all_ranks, let_gloo_threads_finish
+from torchtune_adaptive.engine.ranks import from_all_ranks
 from torchtune_adaptive.errors import (
     AdaptiveError,
     CheckpointError,
@@ -119,8 +119,7 @@ def explain_out_of_memory(recover_from_oom: bool) -> AbstractContextManager[None
 
 def exit_with_one_message(work: Callable[[], None], remedies: Mapping[Remedy, str] = KEYS) -> None:
     """Run `work`. If it fails, only the first failed rank reports the error, and every failed rank exits with status 1.
-    Other errors than AdaptiveError are not recorded as the end of the run: their cause may be temporary. The process
-    group may still exist at the end, and its threads could abort the exit. They get time to finish."""
+    Other errors than AdaptiveError are not recorded as the end of the run: their cause may be temporary."""
     try:
         log_to_stderr()
         work()
@@ -138,8 +137,6 @@ def exit_with_one_message(work: Callable[[], None], remedies: Mapping[Remedy, st
             write_error_file(f"error (rank {rank()}): {in_a_line(error)}")
             sys.excepthook(type(error), error, error.__traceback__)
         _exit(1)
-    finally:
-        let_gloo_threads_finish()
 
 
 def report_error(error: AdaptiveError, message: str) -> None:

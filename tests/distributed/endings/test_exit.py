@@ -15,10 +15,12 @@ import torch.distributed as dist
 
 
 class Slow(torch.Tensor):
-    """A tensor that takes time to free in the thread that drops it last."""
+    """A tensor that the thread that drops it last takes as long to free as on a machine that is busy."""
 
     def __del__(self):
-        time.sleep(0.02)
+        end = time.monotonic() + 0.3
+        while time.monotonic() < end:
+            pass
 
 
 def keep_gloo_busy():

@@ -25,6 +25,7 @@ from tests.searched_model import (
 from torchtune_adaptive.engine.length_profile import Profile
 from torchtune_adaptive.engine.meter import MemoryMeter
 from torchtune_adaptive.engine.probes import profile_memory
+from torchtune_adaptive.engine.ranks import full_tensor
 from torchtune_adaptive.engine.results import Totals
 from torchtune_adaptive.engine.search import SearchResult
 from torchtune_adaptive.errors import OneRowDoesNotFitError
@@ -98,11 +99,11 @@ def test_all_ranks_agree_whether_a_step_is_one_microbatch():
 def search_after_an_evaluation() -> bool:
     with MemoryMeter() as meter:
         trained = Trained(Shape())
-        weights = [each.detach().full_tensor() for each in trained.model.parameters()]
+        weights = [full_tensor(each.detach()) for each in trained.model.parameters()]
         with torch.no_grad():
             trained.model(trained.sample[None])  # no backward follows, so FSDP leaves the root gathered
         search_on_rank(trained, meter, [10**9] * 2, max_rows=2)
-        now = [each.detach().full_tensor() for each in trained.model.parameters()]
+        now = [full_tensor(each.detach()) for each in trained.model.parameters()]
         return all(map(torch.equal, weights, now))
 
 

@@ -18,6 +18,7 @@ from tests.distributed.models import ModelConfig, build, forward_backward_of, me
 from tests.fault_injection import FaultInjector, wrapping_passes
 from tests.ranks import run_on_ranks
 from torchtune_adaptive.engine.fsdp import exchanges_activations
+from torchtune_adaptive.engine.ranks import full_tensor
 from torchtune_adaptive.engine.results import Totals
 from torchtune_adaptive.engine.step import StepRunner
 from torchtune_adaptive.errors import UnrecoverableError
@@ -35,7 +36,7 @@ def samples_here() -> list[Tensor]:
 def whole_gradients(model: nn.Module) -> Tensor:
     """Collective."""
     found = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-    return torch.cat([(each.full_tensor() if isinstance(each, DTensor) else each).flatten() for each in found])
+    return torch.cat([(full_tensor(each) if isinstance(each, DTensor) else each).flatten() for each in found])
 
 
 @cache

@@ -10,8 +10,10 @@ from torchtune import training
 from torchtune.modules.peft import LoRALinear
 
 from tests.ranks import run_on_ranks
+from torchtune_adaptive.checkpoints import contents
 from torchtune_adaptive.checkpoints.contents import Contents, gather_optimizer_state, gather_weights, weights_are_finite
 from torchtune_adaptive.engine.messages import Listener
+from torchtune_adaptive.engine.ranks import full_tensor
 
 CPU = torch.device("cpu")
 LORA = {"rank": 2, "alpha": 4.0}
@@ -63,14 +65,14 @@ def test_gathered_weights_equal_torchtunes(ranks: int, options: dict[str, bool])
 
 def sent_for(adapter_only: bool) -> tuple[set[str], list[tuple[int, ...]]]:
     """Collective: return the names saved on rank 0, and the shapes gathered for them."""
-    model, shapes, gather = adapted(), list[tuple[int, ...]](), DTensor.full_tensor
+    model, shapes = adapted(), list[tuple[int, ...]]()
 
     def noting(weight: DTensor) -> torch.Tensor:
         shapes.append(tuple(weight.shape))
-        return gather(weight)
+        return full_tensor(weight)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(DTensor, "full_tensor", noting)
+        patch.setattr(contents, "full_tensor", noting)
         sharded = Contents(adapter_only=adapter_only).sharded(model)
         return set(gather_weights(sharded, CPU)[training.MODEL_KEY]), shapes
 
