@@ -62,10 +62,9 @@ demo-hf: $(READY)
 		$(BIN)/torchrun --nproc_per_node 2 examples/grpo_trl.py --memory_limit 22MiB; fi
 
 # required for every change, in 6 to 11 minutes on two cores: lint, types, unit tests and the tests marked smoke, which cover
-# each feature in README and each kind of fault once; then the same for gpu-rehearsal (`make -C rehearsal test`). A test in
-# which a rank crashed with a corrupt heap is run again and listed as RERUN: see "Unexplained" in docs/open.md
+# each feature in README and each kind of fault once; then the same for gpu-rehearsal (`make -C rehearsal test`)
 test: lint
-	$(BIN)/python -m $(PYTEST) -m smoke -rR --reruns 1 --only-rerun 'died \(SIG(ABRT|SEGV|BUS)\)'
+	$(BIN)/python -m $(PYTEST) -m smoke
 	$(REHEARSAL) test
 
 # every test that needs no GPU, in under 20 minutes on two idle cores

@@ -46,10 +46,3 @@ def freeze_imports() -> None:
     """Keep imported modules out of garbage collection: every probe collects, and torch and the tests are large."""
     gc.collect()
     gc.freeze()
-
-
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Print why tests were repeated."""
-    for report in terminalreporter.getreports("rerun"):
-        terminalreporter.section(f"repeated: {report.nodeid}")
-        terminalreporter.line(report.longreprtext)

@@ -269,7 +269,7 @@ def test_torchscript_runs_and_the_gpu_has_its_name(rehearse: Rehearse) -> None:
 
 
 def test_layer_drop_has_the_report_shown_on_the_page(rehearse: Rehearse) -> None:
-    page = (CORPUS.parents[2] / "docs" / "rehearsing.md").read_text()
+    page = (CORPUS.parents[1] / "docs" / "rehearsing.md").read_text()
     (script,) = re.findall(r"```python\n(# train.py\n.*?)```", page, re.DOTALL)
     report = rehearse(script, json_format=False).found.splitlines()
     assert all(f"    {line}\n" in page for line in (report[0], *report[-3:]))

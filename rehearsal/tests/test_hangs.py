@@ -58,7 +58,7 @@ def test_script_hangs_if_it_is_broken(rehearse: Rehearse, tmp_path: Path, name: 
 
 @pytest.mark.smoke
 def test_example_has_the_report_shown_on_its_page(rehearse: Rehearse) -> None:
-    page = (Path(__file__).parents[2] / "docs" / "hangs.md").read_text()
+    page = (Path(__file__).parents[1] / "docs" / "hangs.md").read_text()
     example = "# train.py\n" + page.partition("```python\n# train.py\n")[2].partition("```")[0]
     answer = rehearse(example, "--ranks", "4", "--together", json_format=False, status=3)
     assert textwrap.indent(answer.found.strip(), "    ") in page

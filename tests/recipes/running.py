@@ -27,7 +27,6 @@ from tests.ranks import PATIENCE, run_on_ranks, use_next_port
 from torchtune_adaptive.config.command_line import config_and_overrides, locate, read_config
 from torchtune_adaptive.engine.ranks import full_tensor
 from torchtune_adaptive.lifecycle import distributed
-from torchtune_adaptive.tune import distributed
 
 STOCK = Path(torchtune.__file__).parent.parent / "recipes"
 OURS = {
