@@ -16,8 +16,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from torchtune_adaptive.engine.meter import wraps_tensors
 from torchtune_adaptive.engine.oom import is_oom
+from torchtune_adaptive.engine.tensors import wraps_tensors
 from torchtune_adaptive.errors import CollectiveFailedError, Remedy
 
 Value = TypeVar("Value")
