@@ -54,19 +54,6 @@ def parse_size(value: object, key: str) -> MemorySize:
     return MemorySize(amount, is_fraction=False)
 
 
-def parse_amount(value: object, key: str) -> int:
-    """Parse an amount of memory into bytes. Fractions are rejected, because there is no device."""
-    size = parse_size(value, key)
-    if size.is_fraction:
-        raise ConfigError(f"{key} is {value}: a fraction needs a device; {_AMOUNT}")
-    return int(size.amount)
-
-
-def parse_bytes(value: object, key: str) -> int:
-    """Return bytes from a number of bytes or an amount of memory."""
-    return int(str(value)) if is_whole(value, at_least=0) or value == "0" else parse_amount(value, key)
-
-
 def parse_sizes(value: object, key: str) -> tuple[MemorySize, ...]:
     """Parse one amount for all ranks, or a list with one amount per rank."""
     if isinstance(value, str) or not isinstance(value, Sequence):
