@@ -33,7 +33,7 @@ FAILED, HANGS = 2, 3
 CLOSED_PIPE, INTERRUPTED = 141, 130
 """Exit statuses after the output pipe was closed, and after Ctrl-C, as shells report them."""
 _STATUS = {True: 0, False: 1, None: FAILED}
-OPTIONS = "rank", "together", "devices", "memory", "memory_overhead", "steps", "skew", "timeout", "without_data"
+OPTIONS = "rank", "together", "devices", "memory", "memory_overhead", "steps", "skew", "timeout", "without_data", "once"
 """Options that are arguments of `rehearse` with the same names."""
 
 
@@ -110,6 +110,10 @@ def parser_of_command() -> argparse.ArgumentParser:
     parser.add_argument(
         "--fixed", type=_fixed, action="append", default=[], metavar="FILE:LINE=N",
         help="let this line read N from the GPU; the report names lines whose values matter",
+    )  # fmt: skip
+    parser.add_argument(
+        "--once", action="store_true", default=None,
+        help="do not rehearse again with other values where the script reads computed numbers",
     )  # fmt: skip
     parser.add_argument("--timeout", type=float, metavar="S", help="kill the script after S seconds")
     parser.add_argument(

@@ -26,7 +26,7 @@ def rehearse(
     rank: int = 0, together: bool | Sequence[int] = False, devices: int | None = None, memory: str | int | None = None,
     memory_overhead: str | int | None = None, steps: int = STEPS, skew: float = 1,
     fixed: Mapping[str, float] | None = None, timeout: float | None = None, without_data: bool = False,
-    quiet: bool = False,
+    once: bool = False, quiet: bool = False,
 ) -> RehearsalResult:  # fmt: skip
     """Rehearse a command, without a GPU, and return its verdict, its peaks and its estimated time.
 
@@ -55,6 +55,7 @@ def rehearse(
         ("together", together, several is None or _are_ranks(several), "True or a list of ranks"),
         ("skew", skew, _is_number(skew) and 1 <= skew <= 1e6, "a number from 1 to 10⁶"),
         ("timeout", timeout, timeout is None or (_is_number(timeout) and 0 < timeout <= 1e6), "seconds up to 10⁶"),
+        ("once", once, type(once) is bool, "True or False"),
         ("fixed", fixed, fixed is None or _are_numbers(fixed), "numbers by FILE:LINE"),
     ):
         if not accepted:
@@ -71,8 +72,8 @@ def rehearse(
     )  # fmt: skip
     if range_in(words):
         report = (lambda _: None) if quiet else partial(print, file=sys.stderr, flush=True)
-        return largest(partial(rehearse_with_values, settings, quiet=True), words, card, ranks, report)
-    return rehearse_with_values(settings, words, card, ranks, quiet=quiet)
+        return largest(partial(rehearse_with_values, settings, quiet=True, once=once), words, card, ranks, report)
+    return rehearse_with_values(settings, words, card, ranks, quiet=quiet, once=once)
 
 
 def _is_number(value: Any) -> bool:

@@ -20,7 +20,7 @@ MOST_RANDOM = 8
 
 
 def rehearse_with_values(
-    settings: RankSettings, command: Sequence[str], gpu: Gpu, ranks: int | None, *, quiet: bool
+    settings: RankSettings, command: Sequence[str], gpu: Gpu, ranks: int | None, *, quiet: bool, once: bool
 ) -> RehearsalResult:
     """Rehearse a command and, if it fits and has read values that a kernel would have computed, also with random ones.
 
@@ -29,6 +29,8 @@ def rehearse_with_values(
     found = _rehearse(settings._replace(ranks=ranks), command, gpu, quiet=quiet)
     if not found.fits or not found.places_read:
         return found
+    if once:
+        return replace(found, untried=found.places_read)
     if not quiet:
         print("rehearse: the script reads computed values: once more, with random ones", file=sys.stderr)
     spent, ends = [found.cpu_s], list[str]()

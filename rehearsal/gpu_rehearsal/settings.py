@@ -9,6 +9,8 @@ from gpu_rehearsal.errors import CannotRehearse
 
 MOST_RANKS = 16
 """Ranks that run together; each is a process of about 1 GiB."""
+MOST_SIMULATED = 100_000
+"""Ranks of a job. All but those that run are only numbers, but scripts make lists of them."""
 ONE_MACHINE = 8
 """The number of GPUs of a machine; with more ranks, there are several machines."""
 CONTEXT_BYTES, CONTEXT_AND_NCCL_BYTES = 13 * 2**30 // 10, 3 * 2**30
@@ -60,6 +62,8 @@ class RankSettings(NamedTuple):
     def memory_of_rank(self, ranks: int) -> dict[str, int]:
         """Return the memory that a rank can use, and the overhead, if there are this many ranks."""
         overhead = overhead_of(ranks) if self.overhead_bytes is None else self.overhead_bytes
+        if ranks > MOST_SIMULATED:
+            raise CannotRehearse(f"{ranks:,} ranks are too many: rehearse up to {MOST_SIMULATED:,}")
         if not 0 <= self.rank < ranks:
             raise CannotRehearse(f"there is no rank {self.rank}: the last of {ranks} is {ranks - 1}")
         if (running := len(self.running(ranks))) > MOST_RANKS:

@@ -80,6 +80,8 @@ class Record:
     tried: list[dict[str, Any]] = field(default_factory=list)
     """Rehearsals with random values whose memory differs: the place that decides, the verdict, whether it needs more
     memory (`higher`) or has `failed`; and the one with the usual values, if this is not its result."""
+    untried: list[str] = field(default_factory=list)
+    """Places that read guessed values, if the script was not rehearsed again with random ones."""
     too_large: str = ""
     """The place that decides a rehearsal with random values that ran out of memory; empty if none did."""
     ended_by: str = ""

@@ -89,7 +89,7 @@ def as_dict(found: Record) -> dict[str, Any]:
     """Return the result for JSON."""
     same = (
         "rank", "ranks", "usable_bytes", "overhead_bytes", "rank_peaks", "out_of_memory", "caught",
-        "guesses", "routing", "tried", "ended_by", "later_batch",
+        "guesses", "routing", "tried", "untried", "ended_by", "later_batch",
     )  # fmt: skip
     return {
         "fits": fits(found),
