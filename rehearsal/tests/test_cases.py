@@ -197,7 +197,8 @@ def test_script_does_not_disturb_the_next_case(tmp_path: Path) -> None:
     assert "of another case" not in output
 
 
-def test_stopped_job_has_the_peaks_of_cases_that_have_ended(tmp_path: Path) -> None:
+@pytest.mark.parametrize("stop", [signal.SIGKILL, signal.SIGINT], ids=lambda stop: stop.name)
+def test_stopped_job_has_the_peaks_of_cases_that_have_ended(tmp_path: Path, stop: signal.Signals) -> None:
     skip_without_null_device()
     (tmp_path / "train.py").write_text(dedent(TRAINS))
     (tmp_path / "waits.py").write_text(
@@ -206,10 +207,15 @@ def test_stopped_job_has_the_peaks_of_cases_that_have_ended(tmp_path: Path) -> N
     (tmp_path / "fits.toml").write_text(
         "[defaults]\ngrowth_percent = 1\n[[case]]\ncommand = 'train.py 100'\n[[case]]\ncommand = 'waits.py'\n"
     )
-    words = ("rehearse", "--cases", "fits.toml", "--update-peaks")
-    with subprocess.Popen([Path(sys.executable).with_name(words[0]), *words[1:]], cwd=tmp_path) as job:
-        wait_until(lambda: (tmp_path / "waits.txt").exists(), 120)
-        job.kill()
+    words = (str(Path(sys.executable).with_name("rehearse")), "--cases", "fits.toml", "--update-peaks")
+    with subprocess.Popen(words, cwd=tmp_path, stdout=subprocess.PIPE, text=True) as job:
+        wait_until(lambda: (tmp_path / "waits.txt").exists() and (tmp_path / "fits.peaks.json").exists(), 240)
+        job.send_signal(stop)
+        table, _ = job.communicate(timeout=60)
+    if stop is signal.SIGINT:  # the table has the case that has ended
+        assert job.returncode == 130
+        assert [line.split()[-1] for line in table.splitlines()[1:2]] == ["GiB"], table
+        assert "1 case, 0 not as expected" in table
     wait_until(lambda: not Path("/proc", (tmp_path / "waits.txt").read_text().strip()).exists(), 20)
     assert [*json.loads((tmp_path / "fits.peaks.json").read_text())] == ["train.py 100, h100"]
 
@@ -294,8 +300,10 @@ def test_fixture_of_pytest_fails_a_test_whose_peak_has_grown(tmp_path: Path) -> 
     ended = run_program(tmp_path, "pytest", "-q")
     assert ended.returncode == 1
     assert re.search(
-        r"^train.py 100, 4090: 320.00 MiB \(25.0 %\) more allocated than the recorded 1.25 GiB",
+        r"^320.00 MiB \(25.0 %\) more allocated than the recorded 1.25 GiB.* run once with --update-peaks\n"
+        r"\(train.py 100, 4090\)\n",
         ended.stdout,
         re.MULTILINE,
     ), ended.stdout
+    assert "FAILED tests/test_fits.py::TestSmall::test_fits - Failed: 320.00 MiB" in ended.stdout
     assert re.search(r"optimizer +512.00 MiB +640.00 MiB +\+128.00 MiB\n", ended.stdout)

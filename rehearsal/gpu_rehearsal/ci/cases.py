@@ -45,6 +45,8 @@ def read_cases(path: Path) -> list[Case]:
     if not (known and entries and type(entries) is list and all(type(each) is dict for each in (defaults, *entries))):
         has = f"{path} has {', '.join(map(printable, content)) or 'no case'}"
         raise ConfigError(f"{has}: write [[case]] above the keys of each case, [defaults] above those of all cases")
+    if unknown := sorted({*defaults} - _KEYS):
+        raise ConfigError(f"{path}: [defaults] has an unknown key {unknown[0]!r}{did_you_mean(unknown[0], _KEYS)}")
     for at, entry in enumerate(entries, 1):
         try:
             cases += _expand(defaults, entry)
@@ -59,7 +61,7 @@ def read_cases(path: Path) -> list[Case]:
 def _expand(defaults: Mapping[str, Any], entry: Mapping[str, Any]) -> list[Case]:
     """Return a case for each combination of GPU and ranks."""
     given = {**defaults, **entry}
-    if unknown := sorted({*given} - _KEYS):
+    if unknown := sorted({*entry} - _KEYS):
         raise ConfigError(f"unknown key {unknown[0]!r}{did_you_mean(unknown[0], _KEYS)}")
     if not isinstance(command := given.get("command"), str):
         raise ConfigError("a command is needed, in one string")
@@ -90,23 +92,26 @@ def run_cases(path: Path, jobs: int, update: bool, *, as_json: bool) -> int:
     if update and all(case.expected.growth_percent is None for case in cases.values()):
         raise ConfigError(f"--update-peaks: no case of {path} has growth_percent: set it, for example in [defaults]")
     peaks, recorded = path.with_suffix(".peaks.json"), read_peaks(path.with_suffix(".peaks.json"))
-    ended, unwritten = dict[str, SweepRow](), ""
-    for name, found in in_parallel(_rehearse, {name: (case,) for name, case in cases.items()}, jobs):
-        print(f"{name}: {found.verdict()}", file=sys.stderr, flush=True)
-        if found.output:
-            print(f"output of {name}:", found.output, sep="\n", file=sys.stderr)
-        expected = cases[name].expected
-        if update and found.fits and expected.growth_percent is not None:
-            recorded[name] = peak_of(found)
-            try:
-                update_peaks(peaks, {name: recorded[name]})
-            except OSError as error:
-                unwritten = f"error: {peaks} cannot be written: {reason(error)}"
-        failures, before = expected.failures(found, recorded.get(name)), recorded.get(name)
-        text = report(failures, found, before) if failures else ""
-        grown = found.run_peaks["allocated_bytes"] - before["allocated_bytes"] if before else None
-        ended[name] = SweepRow(cases[name].gpu, found, name, failures, text, grown)
-    rows = [ended[name] for name in cases]
+    ended, unwritten, interrupted = dict[str, SweepRow](), "", False
+    try:
+        for name, found in in_parallel(_rehearse, {name: (case,) for name, case in cases.items()}, jobs):
+            print(f"{name}: {found.verdict()}", file=sys.stderr, flush=True)
+            if found.output:
+                print(f"output of {name}:", found.output, sep="\n", file=sys.stderr)
+            expected = cases[name].expected
+            if update and found.fits and expected.growth_percent is not None:
+                recorded[name] = peak_of(found)
+                try:
+                    update_peaks(peaks, {name: recorded[name]})
+                except OSError as error:
+                    unwritten = f"error: {peaks} cannot be written: {reason(error)}"
+            failures, before = expected.failures(found, recorded.get(name)), recorded.get(name)
+            text = report(failures, found, before) if failures else ""
+            grown = found.run_peaks["allocated_bytes"] - before["allocated_bytes"] if before else None
+            ended[name] = SweepRow(cases[name].gpu, found, name, failures, text, grown)
+    except KeyboardInterrupt:
+        interrupted = True
+    rows = [ended[name] for name in cases if name in ended]
     if as_json:
         print(json.dumps([row.as_dict() for row in rows], indent=2))
     else:
@@ -116,6 +121,9 @@ def run_cases(path: Path, jobs: int, update: bool, *, as_json: bool) -> int:
         print(as_table(rows), total, *failed, sep="\n\n")
     if unwritten:
         print(unwritten, file=sys.stderr)
+    if interrupted:
+        print(f"interrupted: {len(cases) - len(rows)} of {count_of(len(cases), 'case')} not rehearsed", file=sys.stderr)
+        raise KeyboardInterrupt
     return max([0, 2 * bool(unwritten), *(2 if row.fits is None else 1 for row in rows if row.failures)])
 
 

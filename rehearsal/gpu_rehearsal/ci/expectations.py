@@ -76,7 +76,7 @@ class Expectations:
                 percent = f" ({100 * (peak / before - 1):.1f} %)" if before else ""
                 failed.append(
                     f"{_size(peak - before)}{percent} more {name} than the recorded {_size(before)}; growth_percent is "
-                    f"{self.growth_percent:g}"
+                    f"{self.growth_percent:g}. If this is intended, run once with --update-peaks"
                 )
         if self.at_least is not None and (found.most_rows or 0) < self.at_least:
             rows = "nothing was searched" if found.most_rows is None else f"{found.most_rows} fit"
@@ -105,6 +105,9 @@ def report(failures: Sequence[str], found: RehearsalResult, recorded: RecordedPe
     """Return the failures, the change of the peak, and the report of the rehearsal, which begins with the verdict."""
     failed = "\n".join(each for each in failures if each != found.verdict())
     change = change_by_kind(found, recorded) if recorded and found.fits else ""
+    if recorded and found.fits is False:
+        change = ", ".join(f"{_size(recorded[f'{name}_bytes'])} {name}" for name in MEASURES)
+        change = f"the recorded peak, with which it fitted: {change}"
     return "\n\n".join(filter(None, [failed, change, found.as_text()]))
 
 

@@ -53,7 +53,8 @@ def rehearse(request: pytest.FixtureRequest) -> Callable[..., RehearsalResult]:
         recorded = read_peaks(peaks).get(name)
         if failures := expected.failures(found, recorded):
             about = f"{command if isinstance(command, str) else shlex.join(command)}, {getattr(gpu, 'name', gpu)}"
-            pytest.fail(f"{about}: {report(failures, found, recorded)}", pytrace=False)
+            # pytest's summary shows the first line
+            pytest.fail(f"{failures[0]}\n({about})\n\n{report(failures[1:], found, recorded)}", pytrace=False)
         return found
 
     return check

@@ -12,6 +12,7 @@ from gpu_rehearsal.ci.expectations import (
     Expectations,
     peak_of,
     read_peaks,
+    report,
     update_peaks,
 )
 from gpu_rehearsal.errors import ConfigError
@@ -66,6 +67,8 @@ def test_failure_states_what_was_expected_and_by_how_much_it_is_missed(
     failures = Expectations(**expected).failures(found, RECORDED)
     assert len(failures) == (failure is not None)
     assert failure is None or failures[0].startswith(failure)
+    if expected == {} and found.fits is False:
+        assert "recorded peak, with which it fitted: 10.00 GiB allocated" in report(failures, found, RECORDED)
     if "growth_percent" in expected:
         (without_record,) = Expectations(**expected).failures(found, None)
         assert "--update-peaks" in without_record
@@ -148,7 +151,10 @@ def test_case_is_expanded_to_each_gpu_and_rank_with_the_defaults_that_apply_to_i
     ("text", "error"),
     [
         ("[[case]]\ncommand = 'a.py'\ngpus = 'h100'", r"case 1: unknown key 'gpus'; did you mean gpu\?"),
-        ("[defaults]\nreserved = '1GiB'\n[[case]]\nname = 'x'\ncommand = 'a.py'", "case x: unknown key 'reserved'"),
+        (
+            "[defaults]\nreserved = '1GiB'\n[[case]]\nname = 'x'\ncommand = 'a.py'",
+            r"\[defaults\] has an unknown key 'reserved'",
+        ),
         ("[[cases]]\ncommand = 'a.py'", "fits.toml has cases: write"),
         ("[[case]]\nname = 'x'", "case x: a command is needed"),
         ("[[case]]\ncommand = 'a.py'\ngpu = 'h1000'", "unknown GPU 'h1000'"),
