@@ -111,6 +111,12 @@ def check_keys(cfg: DictConfig, more: Collection[str] = (), *, log: bool) -> Non
         for key in unknown
         if key in adaptive_keys
     ]
+    section = cfg.get("adaptive")
+    problems += [
+        f"adaptive.{key} has no effect: did you mean {key}? It belongs at the top of the config"
+        for key in (section if OmegaConf.is_dict(section) else ())
+        if key in known - {*adaptive_keys}
+    ]
     for key in (key for key in unknown if key not in adaptive_keys):
         similar = next(iter(difflib.get_close_matches(key, known, n=1, cutoff=MISSPELT)), None)
         # Accept a key that only adds a prefix or a suffix to a known one, for example ppo_batch_size.

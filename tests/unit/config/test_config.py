@@ -164,12 +164,13 @@ def test_list_is_accepted_only_where_several_sections_are_allowed() -> None:
         ("grad_accumulation_steps", "gradient_accumulation_steps"),
         ("epoch", "epochs"),
         ("adaptve", "adaptive"),
+        ("adaptive.use_maximum_batch_size", "use_maximum_batch_size"),
         *((field.name, f"adaptive.{field.name}") for field in dataclasses.fields(AdaptiveConfig)),
     ],
 )
 def test_key_that_is_misspelled_or_at_the_wrong_level_is_an_error_with_the_intended_key(slip: str, meant: str) -> None:
     with pytest.raises(ConfigError, match=rf"^{slip} .* did you mean {re.escape(meant)}\?"):
-        check_keys(OmegaConf.create({"batch_size": 2, slip: 1}), log=True)
+        check_keys(OmegaConf.from_dotlist(["batch_size=2", f"{slip}=1"]), log=True)
 
 
 @pytest.mark.parametrize("key", ["my_note", "batch_size_test", "ppo_batch_size", "low_cpu_ram"])
