@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import Trainer
+from transformers import LlamaForCausalLM, Trainer
+from transformers.distributed import DistributedConfig
 
 from tests.distributed.faults.scenarios import SCENARIOS
 from tests.distributed.faults.sweeps import sweep
@@ -27,8 +28,9 @@ from tests.hf.trainers import (
     use_fsdp2,
 )
 from tests.ranks import RankFailed, run_on_ranks
+from torchtune_adaptive.engine.messages import Listener
 from torchtune_adaptive.errors import RecoveryUnsupportedError
-from torchtune_adaptive.hf import AdaptiveArguments
+from torchtune_adaptive.hf import AdaptiveArguments, AdaptiveTrainer
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -203,3 +205,19 @@ def test_run_whose_rank_1_was_killed_resumes_like_stock(sharded: bool, tmp_path:
     ):
         assert differs < 1e-6
         assert (rows, recoveries) == ([4, 2, 2, 2, 2, 2], 1)
+
+
+def collectives_of_a_save(here: Path) -> set[str]:
+    """Collective: save a model that transformers has sharded; return the operations that communicated."""
+    model = LlamaForCausalLM.from_pretrained(here, distributed_config=DistributedConfig(fsdp_size=2))
+    trainer, found = AdaptiveTrainer(model, arguments(here), train_dataset=Counting(8)), set[str]()
+    with Listener(lambda operation: found.add(operation.partition(" at ")[0])):
+        trainer.save_model(str(here / "saved"))
+    return found
+
+
+def test_save_issues_no_collective_that_corrupts_gloos_memory(tmp_path: Path) -> None:
+    tiny_llama().save_pretrained(tmp_path)
+    for found in run_on_ranks(2, collectives_of_a_save, tmp_path):
+        assert "c10d::_allgather_base_" in found
+        assert "_c10d_functional::all_gather_into_tensor" not in found
