@@ -20,7 +20,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from tests.ranks import run_on_ranks
-from torchtune_adaptive.engine import fsdp, ghost
+from torchtune_adaptive.engine import fsdp, ghost, ranks
 from torchtune_adaptive.engine.collectives import CollectiveLedger
 from torchtune_adaptive.engine.messages import communicates, messages
 from torchtune_adaptive.engine.meter import MemoryMeter
@@ -204,6 +204,11 @@ def engine_ranks_finds_groups_in_the_order_of_their_creation_and_counts_their_me
     dist.all_reduce(torch.ones(1), group=created[1])
     dist.barrier(created[1])
     assert messages() - before == {created[1].group_name: 2}
+
+
+def engine_ranks_recognizes_gloos_worker_threads_by_name() -> None:
+    dist.barrier()
+    assert ranks._gloo_threads()
 
 
 ON_TWO_RANKS = [each for name, each in [*globals().items()] if name.startswith("engine_")]
