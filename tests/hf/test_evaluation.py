@@ -221,11 +221,14 @@ def test_evaluation_fails_with_one_message_if_a_single_row_does_not_fit(tmp_path
         evaluation_only(tmp_path, AdaptiveArguments(memory_limit="480KiB"))
 
 
-def test_evaluation_of_a_loss_that_does_not_add_up_fails_only_after_running_out_of_memory(tmp_path: Path) -> None:
-    squared = changing_loss(lambda _, loss: loss**2)
-    assert evaluation_only(tmp_path, AdaptiveArguments(), squared) == evaluation_only(tmp_path, base=squared)
+@pytest.mark.parametrize("change", [lambda loss: loss**2, lambda loss: loss * 0], ids=["squared", "zero"])
+def test_evaluation_of_a_loss_that_may_not_add_up_fails_only_after_running_out_of_memory(
+    change: Any, tmp_path: Path
+) -> None:
+    base = changing_loss(lambda _, loss: change(loss))
+    assert evaluation_only(tmp_path, AdaptiveArguments(), base) == evaluation_only(tmp_path, base=base)
     with pytest.raises(ConfigError, match=r"the batch cannot be split.*lower per_device_eval_batch_size"):
-        evaluation_only(tmp_path, AdaptiveArguments(memory_limit="1200KiB"), squared)
+        evaluation_only(tmp_path, AdaptiveArguments(memory_limit="1200KiB"), base)
 
 
 def test_evaluation_loop_of_a_subclass_gets_the_batches_of_stock(tmp_path: Path) -> None:

@@ -137,7 +137,7 @@ def ones(*shape: int) -> torch.Tensor:
 
 def test_samples_of_the_check_have_different_numbers_of_tokens_although_all_answers_are_long() -> None:
     pair = {"prompt_ids": [1], "chosen_ids": [1] * 40, "rejected_ids": [1] * 40}
-    (first,), second = candidates([RawSample(pair)] * 2)
+    ((first,),), (second,) = candidates([RawSample(pair)] * 2)
     assert first.length < second.length
 
 

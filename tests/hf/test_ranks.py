@@ -167,6 +167,39 @@ def test_failure_at_any_operation_of_a_step_does_not_change_training(name: str, 
     assert found.injected > 15
 
 
+class OfReference(Trainer):
+    """As in DPO, the loss of each row is the same while the model equals a copy of itself."""
+
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        self.model_accepts_loss_kwargs = False
+        policy, reference = (self.of_rows(each, inputs) for each in (model, self.reference))
+        return -torch.nn.functional.logsigmoid(reference - policy).mean()
+
+    def of_rows(self, model: Any, inputs: Any) -> Any:
+        logits, labels = model(inputs["input_ids"], inputs["attention_mask"]).logits, inputs["labels"]
+        losses = torch.nn.functional.cross_entropy(logits[:, :-1].mT, labels[:, 1:], reduction="none")
+        return losses.sum(-1)
+
+
+def train_with_reference(placement: str, here: Path) -> float:
+    """Collective: the difference from stock if batches are split from the first step on."""
+    if placement == "FSDP2":
+        use_fsdp2()
+    base = type("Compared", (OfReference,), {"reference": tiny_llama().requires_grad_(False)})
+    settings = arguments(here, learning_rate=1e-3)
+    limits = AdaptiveArguments(token_budget=100), None
+    ours, stock = (train(here, adaptive, base=base, arguments=settings) for adaptive in limits)
+    return difference(ours, stock)
+
+
+@pytest.mark.parametrize("placement", RANKS)
+def test_loss_that_is_equal_for_all_rows_at_the_start_is_checked_with_other_weights(
+    placement: str, tmp_path: Path
+) -> None:
+    found = run_on_ranks(RANKS[placement], train_with_reference, placement, tmp_path, in_group=False, timeout_s=60)
+    assert max(found) < 1e-5
+
+
 CHECKPOINTED = {"gradient_checkpointing": True, "eval_strategy": "steps", "eval_steps": 1}
 COMPILED = {"torch_compile": True, "torch_compile_backend": "eager"}
 

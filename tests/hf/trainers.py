@@ -39,6 +39,7 @@ from transformers.utils.logging import set_verbosity_error
 from tests.fault_injection import FaultInjector
 from torchtune_adaptive.engine.ranks import full_tensor
 from torchtune_adaptive.hf import AdaptiveArguments, AdaptiveMixin
+from torchtune_adaptive.run_hooks import HOOKS
 
 if TYPE_CHECKING:
     from tests.distributed.faults.scenarios import Scenario
@@ -397,6 +398,7 @@ def sweep(case: Scenario, at_most: int, shift: int) -> tuple[int, int, int, int]
 
     if case.model.sharded:
         use_fsdp2()
+    HOOKS.has_values = computes()
     every = max(case.stride, -(-OPERATIONS // at_most))
 
     class Swept(FailingInTurn, Trainer):

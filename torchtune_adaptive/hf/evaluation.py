@@ -26,7 +26,15 @@ from torchtune_adaptive.engine.recovery import Recovery
 from torchtune_adaptive.engine.results import Totals
 from torchtune_adaptive.engine.step import StepRunner
 from torchtune_adaptive.errors import ConfigError, RecoveryUnsupportedError
-from torchtune_adaptive.hf.losses import BatchLoss, Reduction, TwoSamples, how_losses_add_up, tolerance_of
+from torchtune_adaptive.hf.losses import (
+    CHECK_FAILED,
+    BatchLoss,
+    Look,
+    Reduction,
+    TwoSamples,
+    find_reduction,
+    noise_in,
+)
 from torchtune_adaptive.hf.metrics import BatchMetrics, only_fsdp_communicates
 from torchtune_adaptive.hf.samples import SAMPLES_KEY, CollatedBatch, Counts, KeepSamples, counts_of, media_in
 from torchtune_adaptive.hf.steps import (
@@ -204,21 +212,32 @@ class Evaluator:
         return sum(piece.loss * weight for piece, weight in zip(pieces, weights, strict=True) if weight)
 
     def _find_reduction(self) -> Reduction:
-        """Collective: find out how losses add up, from two rows of the batch with different numbers of labels."""
-        counts = [counts_of(self._inputs_of([row]), 1) for row in range(len(self._samples))]
-        second = max(range(len(counts)), key=counts.__getitem__)
-        first = min({*range(len(counts))} - {second}, key=lambda row: (not counts[row].next_tokens, counts[row]))
-        assert self._runner is not None
-        result, _ = self._runner.attempt([[first], [second], [first, second]])
-        if result is None:
+        """Collective: find out how losses add up, from rows of the batch."""
+        found = find_reduction(self._compare, self.trainer, self._model, thorough=True)
+        if found.reason == CHECK_FAILED:
             raise RecoveryUnsupportedError(f"{CANNOT_SPLIT}: two rows must fit (to compare losses); {REMEDY}")
-        pieces = (self._pieces[rows] for rows in ((first, second), (first,), (second,)))
-        tried = TwoSamples(*(BatchLoss(float(piece.loss), piece.counts) for piece in pieces))
-        reduction = how_losses_add_up(
-            from_all_ranks(tried),
-            shifts_labels=getattr(self.trainer, "_loss_shifts_labels", True),
-            tolerance=tolerance_of(self._model, mixed_precision=self.trainer.accelerator.mixed_precision != "no"),
-        )
-        if reduction is None:
-            raise ConfigError(f"{CANNOT_SPLIT}: {tried}, which is neither their sum nor their mean; {REMEDY}")
-        return reduction
+        if found.reduction is None:
+            raise ConfigError(f"{CANNOT_SPLIT}: {found.reason}; {REMEDY}")
+        return found.reduction
+
+    def _compare(self, look: Look) -> list[TwoSamples] | None:
+        """Collective: return the losses of two rows or groups of rows with different numbers of labels, on all ranks;
+        None if a rank runs out of memory."""
+        counts = [counts_of(self._inputs_of([row]), 1) for row in range(len(self._samples))]
+        rows = sorted(range(len(counts)), key=lambda row: (not counts[row].next_tokens, counts[row]))
+        assert self._runner is not None
+        few, many = rows[:1], rows[-1:]
+        if look.rows > 2:
+            used = rows[: max(2, min(look.rows, self._runner.limit.size))]
+            few, many = used[: len(used) // 2], used[len(used) // 2 :]
+        pieces, self._pieces = self._pieces, {}
+        try:
+            with noise_in(self._model, look.noise):
+                result, _ = self._runner.attempt([few, many, [*few, *many]])
+            tried = [BatchLoss(float(each.loss), each.counts) for each in self._pieces.values()]
+        finally:
+            self._pieces = pieces
+        if result is None:
+            return None
+        first, second, both = tried
+        return from_all_ranks(TwoSamples(both, first, second))

@@ -1,6 +1,7 @@
-"""Find out if the loss of a batch is the sum or a mean of its microbatches' losses, by a comparison of two samples.
+"""Find out if the loss of a batch is the sum or a mean of its microbatches' losses.
 
-`LossCheck` runs two short samples in one batch and in separate ones. `how_losses_add_up` compares their losses.
+`LossCheck` runs two short samples in one batch and in separate ones. `find_reduction` compares their losses. If these
+do not show how losses add up, for example because all are 0, it asks for more rows, and then for other weights.
 """
 
 from __future__ import annotations
@@ -9,17 +10,18 @@ import logging
 import math
 import pickle
 import random
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from enum import Enum
 from functools import partial
-from itertools import chain, cycle, islice, repeat
+from itertools import accumulate, chain, cycle, islice, repeat
 from operator import attrgetter
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn.modules.conv import _ConvNd
 from torch.overrides import TorchFunctionMode
 
@@ -34,6 +36,7 @@ from torchtune_adaptive.engine.step import StepRunner
 from torchtune_adaptive.errors import AdaptiveError
 from torchtune_adaptive.hf.metrics import only_fsdp_communicates
 from torchtune_adaptive.hf.samples import IGNORED, CollatedBatch, Counts, GeneratedRow, RawSample
+from torchtune_adaptive.run_hooks import HOOKS
 
 logger = logging.getLogger(__name__)
 
@@ -45,6 +48,8 @@ MOST_CLASSES = 4
 """In classification, the check pairs the shortest samples of up to this many classes with one other sample."""
 CHECKED_TOKENS = 32
 """The check shortens samples to this many tokens, so that it needs little memory and time."""
+COMPARED_ROWS = 16
+"""The most rows that the check compares at once."""
 COPIED_BYTES = 2**24
 """The check restores buffers and other tensors up to this size. Larger ones may be quantized weights."""
 NOT_SPLIT = (
@@ -52,6 +57,10 @@ NOT_SPLIT = (
     "uses no batch normalization and draws no random numbers for each row"
 )
 CHECK_FAILED = "the check of the loss, which needs two short samples in one batch, ran out of memory"
+UNDECIDED = (
+    "the check of the loss does not show if a step can be split, because the losses of short samples are equal (for "
+    "example 0), infinite or NaN"
+)
 
 
 class Reduction(Enum):
@@ -80,8 +89,21 @@ class BatchLoss(NamedTuple):
     """True if the forward pass drew random numbers."""
 
 
+class Look(NamedTuple):
+    """A comparison of losses."""
+
+    rows: int = 2
+    noise: float = 0.0
+    """The size of the noise that is added to weights."""
+
+
+LOOKS = (Look(), Look(COMPARED_ROWS), Look(noise=0.1), Look(COMPARED_ROWS, noise=1.0))
+"""The comparisons of a check, in order. In a healthy run, the first one decides. A loss that compares samples may be 0
+for two rows and not for more. With noise, a policy differs from its reference, and no loss stays saturated."""
+
+
 class TwoSamples(NamedTuple):
-    """The losses of two samples on one rank: in one batch, and in separate batches."""
+    """The losses of two samples, or of two groups of samples, on one rank: in one batch, and in separate batches."""
 
     both: BatchLoss
     first: BatchLoss
@@ -89,7 +111,7 @@ class TwoSamples(NamedTuple):
 
     def __str__(self) -> str:
         separate = f"{self.first.loss:.4g} and {self.second.loss:.4g} in separate batches"
-        return f"the loss of two samples is {self.both.loss:.4g} in one batch, and {separate}"
+        return f"the loss of {self.both.counts.rows} samples is {self.both.loss:.4g} in one batch, and {separate}"
 
     def errors(self, scale: float) -> dict[Reduction, float]:
         """Return the error of each reduction, relative to the loss of both samples or to `scale` if that is larger."""
@@ -98,6 +120,64 @@ class TwoSamples(NamedTuple):
         weighted = {each: sum(one.loss * each.weight(one.counts, whole) for one in apart) for each in Reduction}
         errors = {each: abs(loss - both) / largest for each, loss in weighted.items()}
         return {each: math.inf if math.isnan(error) else error for each, error in errors.items()}
+
+    def shows(self, reduction: Reduction, tolerance: float) -> bool:
+        """Return True if the losses show this reduction. Losses of 0 or their rounding show nothing, and equal losses
+        show no mean."""
+        both, first, second = (each.loss for each in self)
+        spread = both if reduction is Reduction.SUM else first - second
+        return bool(self.errors(0.0)[reduction] <= tolerance < abs(spread) / (abs(both) or 1.0))
+
+
+class Found(NamedTuple):
+    """The result of a check."""
+
+    reduction: Reduction | None
+    scale: float
+    """The largest loss without noise."""
+    reason: str | None
+    """Why a step cannot be split; None if it can."""
+
+
+def find_reduction(
+    compare: Callable[[Look], list[TwoSamples] | None],
+    trainer: Any,
+    model: nn.Module,
+    *,
+    known: Reduction | None = None,
+    scale: float = 0.0,
+    thorough: bool = False,
+) -> Found:
+    """Collective: find out how losses add up, from as few comparisons as possible, with `thorough` from two or more.
+
+    `compare` is collective. It returns the losses on all ranks, or None if a rank runs out of memory. Try `known`
+    first. Errors are relative to `scale` if that is larger than the losses.
+    """
+    tolerance = tolerance_of(model, mixed_precision=trainer.accelerator.mixed_precision != "no")
+    shifts_labels, tried, largest = getattr(trainer, "_loss_shifts_labels", True), list[TwoSamples](), 0.0
+    for number, look in enumerate(LOOKS):
+        on_ranks = compare(look)
+        if on_ranks is None:
+            if number:
+                continue
+            if rank() == 0:
+                logger.warning("%s, so it is skipped", CHECK_FAILED)
+            return Found(None, 0.0, CHECK_FAILED)
+        tried += (each for each in on_ranks if math.isfinite(each.first.loss + each.second.loss))
+        if not tried:
+            continue
+        if not look.noise:
+            largest = max(abs(each.both.loss) for each in tried)
+        if (reduction := known) is None or worst_error(tried, reduction, scale) > tolerance:
+            reduction = how_losses_add_up(tried, shifts_labels=shifts_labels, tolerance=tolerance, scale=scale)
+        if reduction is None:
+            worst = max(tried, key=lambda each: min(each.errors(scale).values()))
+            return Found(None, 0.0, f"{worst}, which is neither their sum nor their mean, {NOT_SPLIT}")
+        # a rehearsal computes no losses
+        shown = any(each.shows(reduction, tolerance) for each in tried) or not HOOKS.has_values
+        if shown and (number or not thorough):
+            return Found(reduction, largest, None)
+    return Found(None, 0.0, UNDECIDED)
 
 
 def how_losses_add_up(
@@ -176,52 +256,56 @@ class LossCheck:
         current one, because with a current loss near 0, rounding alone would be a large relative error."""
 
     def count_split_step(self) -> bool:
-        """Count a step that splits batches. Return True if it must be checked: the first, 16th, 256th and so on of
+        """Count a step that splits batches. Return True if it must be checked: the first, second, 4th, 8th and so on of
         them, and all while the reduction is unknown."""
         self._split_steps += 1
-        in_turn = self._split_steps.bit_count() == 1 and self._split_steps.bit_length() % 4 == 1
+        in_turn = self._split_steps.bit_count() == 1
         return self.reduction is None or (in_turn and self.checked_step != self._trainer.state.global_step + 1)
 
-    def find(self, samples: Sequence[RawSample], num_items: Any, restore: Callable[[], None]) -> str | None:
+    def find(
+        self, samples: Sequence[RawSample], num_items: Any, restore: Callable[[], None], *, splits: bool
+    ) -> str | None:
         """Collective: find out how the losses of microbatches add up. Return None, or the reason why a step cannot be
-        split. `restore` restores the state of the trainer before each pass."""
+        split. `restore` restores the state of the trainer before each pass. With `splits`, which means that this step
+        is split, compare more than two rows."""
         try:
-            on_ranks = self.run_pairs(samples, num_items, restore)
+            found = find_reduction(
+                lambda look: self.compare(samples, num_items, restore, look),
+                self._trainer,
+                self._model,
+                known=self.reduction,
+                scale=self._scale,
+                thorough=splits,
+            )
         except Exception as error:
             if world_size() > 1 or isinstance(error, AdaptiveError):  # the ranks could have failed in different places
                 raise
             return f"the check of the loss has failed ({type(error).__name__}: {error})"
-        if on_ranks is None:
-            if rank() == 0:
-                logger.warning("%s, so it is skipped", CHECK_FAILED)
-            return None if self.reduction else CHECK_FAILED
-        if not on_ranks:
-            return "losses are infinite or NaN: lower the learning rate, or remove samples without labels"
-        tolerance = tolerance_of(self._model, mixed_precision=self._trainer.accelerator.mixed_precision != "no")
-        if self.reduction is None or worst_error(on_ranks, self.reduction, self._scale) > tolerance:
-            shifts_labels = getattr(self._trainer, "_loss_shifts_labels", True)
-            self.reduction = how_losses_add_up(
-                on_ranks, shifts_labels=shifts_labels, tolerance=tolerance, scale=self._scale
-            )
-            if self.reduction is None:
-                worst = max(on_ranks, key=lambda each: min(each.errors(self._scale).values()))
-                return f"{worst}, which is neither their sum nor their mean, {NOT_SPLIT}"
-            self._scale = max(self._scale, *(abs(each.both.loss) for each in on_ranks))
-        self.checked_step = self._trainer.state.global_step + 1
-        return None
+        if found.reason == CHECK_FAILED and self.reduction:
+            return None
+        if found.reason is None:
+            self.reduction, self.checked_step = found.reduction, self._trainer.state.global_step + 1
+            self._scale = self._scale or found.scale
+        return found.reason
 
-    def run_pairs(
-        self, samples: Sequence[RawSample], num_items: Any, restore: Callable[[], None], *, alone: bool = False
+    def compare(
+        self,
+        samples: Sequence[RawSample],
+        num_items: Any,
+        restore: Callable[[], None],
+        look: Look = LOOKS[0],
+        *,
+        alone: bool = False,
     ) -> list[TwoSamples] | None:
-        """Collective: return the finite losses of pairs of samples on all ranks, in one batch and in separate batches;
-        None if a rank runs out of memory.
+        """Collective: return the losses of groups of samples on all ranks, in one batch and in separate batches; None
+        if a rank runs out of memory.
 
         The model is in training mode, since some terms of a loss exist only there, but without dropout. If a forward
         pass draws random numbers on any rank, try again in evaluation mode. With `alone`, run one sample twice instead,
         so that the engine sees if the loss communicates.
         """
-        firsts, second = candidates(samples)
-        if not (is_whole(self._model) or isinstance(second, GeneratedRow)):  # so that all ranks use the same layers
+        firsts, second = candidates(samples, look.rows)
+        if not (is_whole(self._model) or isinstance(second[0], GeneratedRow)):  # so that all ranks use the same layers
             firsts, second = from_all_ranks((firsts, second))[0]
         attention = getattr(getattr(self._model, "config", None), "_attn_implementation", None)
         self._num_items, self._restore = num_items, restore
@@ -232,9 +316,10 @@ class LossCheck:
             for training in (True, False):
                 self._in_training = training
                 self._losses: list[BatchLoss] = []
-                with stance(), WithoutDropout() if training else nullcontext():
-                    pairs = [microbatch for first in firsts for microbatch in ([first], [first, second])]
-                    result, _ = self.runner.attempt([[second], *([[second]] if alone else pairs)])
+                without_dropout = WithoutDropout() if training else nullcontext()
+                with stance(), without_dropout, noise_in(self._model, look.noise):
+                    pairs = [microbatch for first in firsts for microbatch in (first, [*first, *second])]
+                    result, _ = self.runner.attempt([second, *([second] if alone else pairs)])
                 if result is None:
                     return None
                 of_second, *others = (each._replace(loss=float(each.loss)) for each in self._losses)
@@ -246,7 +331,7 @@ class LossCheck:
             self._model.train()
             self._restore_attributes()
             self._losses = []
-        return [each for each in on_ranks if math.isfinite(each.first.loss + each.second.loss)]
+        return on_ranks
 
     def _compute_loss(self, samples: Sequence[RawSample]) -> Totals:
         """Collective: compute the loss of a microbatch without gradients, and add it to `_losses`."""
@@ -262,26 +347,56 @@ class LossCheck:
         return Totals(torch.zeros(()), 0)
 
 
-def candidates(samples: Sequence[Any]) -> tuple[list[RawSample], RawSample]:
-    """Collective: return candidates for the first of two samples, and the second sample.
+def candidates(samples: Sequence[Any], rows: int = 2) -> tuple[list[list[RawSample]], list[RawSample]]:
+    """Collective: return candidates for the first of two groups of samples, and the second group. Each group has one
+    sample or, with more than two `rows`, half of them.
 
-    A candidate has fewer labels than the second sample, so that reductions give different results. All ranks return the
+    A candidate has fewer labels than the second group, so that reductions give different results. All ranks return the
     same number of candidates, because computing a loss is collective.
     """
     by_length = sorted(samples, key=attrgetter("length"))
     labelled = [each for each in by_length if each.label != IGNORED] or by_length
     shortest = [each.shortened(CHECKED_TOKENS) for each in labelled]
     one = shortest[0]
-    if isinstance(one, GeneratedRow):  # set scores and lengths, because they may be equal in all rows
-        return [one.scored(1.0, targets=1)], one.scored(2.0, targets=one.length)
-    others = sorted(shortest[1:] or shortest, key=lambda each: (each.label == one.label, each.length == one.length))
-    of_classes = {each.label: each for each in reversed(shortest)}
-    most = min(max(from_all_ranks(len(of_classes))), MOST_CLASSES)
-    firsts = islice(cycle(of_classes.values()), most)
-    few = ((each, each.with_targets(few=True)) for each in firsts)
-    # a pair of answers has no labels of which some could be ignored
-    shorter = [each.shortened(CHECKED_TOKENS // 2) if marked is each else marked for each, marked in few]
-    return shorter, others[0].with_targets()
+    generated = isinstance(one, GeneratedRow)  # set scores and lengths, because they may be equal in all rows
+    if generated and rows == 2:
+        firsts = others = [one]
+    elif rows > 2:
+        used = shortest[: min(from_all_ranks(min(rows, len(shortest))))]
+        firsts, others = used[: len(used) // 2] or used, used[len(used) // 2 :]
+    else:
+        others = sorted(shortest[1:] or shortest, key=lambda each: (each.label == one.label, each.length == one.length))
+        of_classes = {each.label: each for each in reversed(shortest)}
+        most = min(max(from_all_ranks(len(of_classes))), MOST_CLASSES)
+        firsts, others = [*islice(cycle(of_classes.values()), most)], others[:1]
+    if generated:
+        few: list[RawSample] = [each.scored(1.0, targets=1) for each in firsts]
+        second: list[RawSample] = [each.scored(2.0, targets=each.length) for each in others]
+    else:
+        marked = ((each, each.with_targets(few=True)) for each in firsts)
+        # a pair of answers has no labels of which some could be ignored
+        few = [each.shortened(CHECKED_TOKENS // 2) if same is each else same for each, same in marked]
+        second = [each.with_targets() for each in others]
+    return [few] if rows > 2 else [[each] for each in few], second
+
+
+@contextmanager
+@torch.no_grad()
+def noise_in(model: nn.Module, noise: float) -> Iterator[None]:
+    """Within the context, add normal noise of this size to the smallest trained parameters, up to COPIED_BYTES, such as
+    weights of norms, biases and adapters. Their values are restored exactly."""
+    trained = (each.detach() for each in model.parameters() if each.requires_grad and each.dtype.itemsize > 1)
+    local = (each.to_local() if isinstance(each, DTensor) else each for each in trained)
+    by_size = sorted(local, key=attrgetter("nbytes")) if noise else []
+    used = sum(total <= COPIED_BYTES for total in accumulate(each.nbytes for each in by_size))
+    generator, copies = torch.Generator().manual_seed(0), [(each, each.clone()) for each in by_size[:used]]
+    try:
+        for parameter, _ in copies:
+            parameter.add_(torch.randn(parameter.shape, generator=generator).to(parameter), alpha=noise)
+        yield
+    finally:
+        for parameter, value in copies:
+            parameter.copy_(value)
 
 
 def random_state() -> object:

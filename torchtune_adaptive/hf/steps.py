@@ -32,7 +32,7 @@ from torchtune_adaptive.engine.snapshot import RngState
 from torchtune_adaptive.engine.step import StepRunner
 from torchtune_adaptive.errors import ConfigError, RecoveryUnsupportedError, Remedy
 from torchtune_adaptive.formatting import parse_size
-from torchtune_adaptive.hf.losses import CHECK_FAILED, NOT_SPLIT, LossCheck, Reduction
+from torchtune_adaptive.hf.losses import CHECK_FAILED, NOT_SPLIT, UNDECIDED, LossCheck, Reduction
 from torchtune_adaptive.hf.metrics import BatchMetrics, only_fsdp_communicates
 from torchtune_adaptive.hf.samples import (
     IGNORED,
@@ -55,6 +55,8 @@ NOT_REPRODUCIBLE = (
     "collating the same samples twice gives different batches, so a step cannot be split: the data collator is random, "
     "or other code changes the batch; move such code into the dataset"
 )
+UNKNOWN = CHECK_FAILED, UNDECIDED
+"""Reasons why a step cannot be split that may not hold for later steps."""
 COUNTERS = ("_metrics", "_total_train_tokens", "custom_metrics")
 """Attributes that compute_loss updates in TRL's and ms-swift's trainers; they are restored for a repeated step."""
 
@@ -254,7 +256,7 @@ class OptimizerSteps:
 
     def _begin_attempt(self, _: int, plan: Plan) -> None:
         """Collective: restore the state before an attempt. If it splits batches of the data loader, check the
-        loss: after an out-of-memory error, and in the first, 16th, 256th and so on of these steps."""
+        loss: after an out-of-memory error, and in the first, second, 4th, 8th and so on of these steps."""
         self._restore()
         self.metrics.discard_step()
         self._attempts += 1
@@ -266,7 +268,7 @@ class OptimizerSteps:
         step, last_check = self.trainer.state.global_step + 1, self._check.checked_step
         if self._attempts == 1 and not self._check.count_split_step():
             return
-        reason = self._find_reduction()
+        reason = self._find_reduction(splits=True)
         self._restore()
         if reason and self._attempts == 1:
             since = f" (steps {last_check} to {step - 1} may differ from Trainer's)" if last_check else ""
@@ -274,8 +276,8 @@ class OptimizerSteps:
         if reason:
             batch = "; set per_device_train_batch_size=1, with more gradient_accumulation_steps"
             raise RecoveryUnsupportedError(
-                f"out of memory in step {step}, and {reason}{batch * (reason == CHECK_FAILED)}",
-                *([] if reason == CHECK_FAILED else [Remedy.SMALLER_LIMIT]),
+                f"out of memory in step {step}, and {reason}{batch * (reason in UNKNOWN)}",
+                *([] if reason in UNKNOWN else [Remedy.SMALLER_LIMIT]),
                 Remedy.CHECKPOINT_ACTIVATIONS,
                 Remedy.LARGER_BUDGET,
             )
@@ -294,22 +296,24 @@ class OptimizerSteps:
         if sorting := {"aot", "aot_unpaired"}.intersection(getattr(self.trainer, "loss_types", ())):
             reason = f"DPO's loss {min(sorting)} sorts the samples of a batch, {NOT_SPLIT}"
         if reason is None and rows > 1:
-            reason = self._find_reduction()
+            reason = self._find_reduction(splits=self._shared.splits_batches)
         elif reason is None and world_size() > 1:
-            self._check.run_pairs(self._samples, self._num_items, self._restore, alone=True)
+            self._check.compare(self._samples, self._num_items, self._restore, alone=True)
         self.runner.adopt_refusal_of(self._check.runner)
-        if reason in (None, CHECK_FAILED):  # the check is repeated before the first attempt that splits batches
+        if reason is None or reason in UNKNOWN:  # the check is repeated before the first attempt that splits batches
             self.runner.recovers &= reason is None  # otherwise, the limit stays until memory runs out
+            if reason == UNDECIDED and rank() == 0:
+                logger.warning("%s: it is repeated if memory runs out", reason)
             return
         if self._shared.splits_batches:
             raise ConfigError(reason)
         self.runner.recovers, self.runner.cannot_repeat = False, reason
         warn_without_recovery(reason)
 
-    def _find_reduction(self) -> str | None:
+    def _find_reduction(self, *, splits: bool) -> str | None:
         """Collective: find out how losses add up. Return None, or the reason why a step cannot be split."""
         known = self._check.reduction
-        reason = self._check.find(self._samples, self._num_items, self._restore)
+        reason = self._check.find(self._samples, self._num_items, self._restore, splits=splits)
         self.runner.recovers |= reason is None and known is None and self.trainer.adaptive.recover_from_oom
         return reason
 
