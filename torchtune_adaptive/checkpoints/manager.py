@@ -72,7 +72,7 @@ class CheckpointManager:
         self._settings = settings
         self._serial = start.serial
         self._checkpointer = build(settings.config, self._directory.staging, start.files)
-        self._identity = identity_of(settings.config, contents.recipe)
+        self._identity = identity_of(settings.config, contents.recipe, start.samples_per_step)
         self._random_state_folder = start.files.folder if start.files else None  # folder of the random state to restore
         self._stop_requested = False
         THIS_RUN.newest_checkpoint = start.files.folder if start.files else None

@@ -23,6 +23,7 @@ from torchtune_adaptive.checkpoints.store import Files, FoundCheckpoint, Manifes
 from torchtune_adaptive.config.keys import AUTO, Settings, flat
 from torchtune_adaptive.engine.ranks import from_all_ranks, from_rank_0
 from torchtune_adaptive.errors import AdaptiveError, ConfigError, RunFinished
+from torchtune_adaptive.formatting import count_of
 from torchtune_adaptive.lifecycle import run_state
 from torchtune_adaptive.lifecycle.run_state import THIS_RUN, lock_directory, unwritable
 
@@ -47,6 +48,9 @@ RUN_KEYS = (
     "stop_token_ids",
 )
 """Keys whose values must not change when a run resumes."""
+SIZES = "batch_size", "gradient_accumulation_steps"
+SAMPLES_PER_STEP = "samples_per_step"
+"""The samples of a step on all ranks together, according to the config. Not in PPO."""
 MAY_BE_LOWERED = "tokenizer.max_seq_len"
 """May change, because out-of-memory errors advise to lower it."""
 StepsOnRanks: TypeAlias = Callable[[int], int]
@@ -61,6 +65,8 @@ class Start:
     """The serial of the next checkpoint of the run."""
     files: Files | None = None
     """The checkpoint to resume from; None for a fresh start."""
+    samples_per_step: int | None = None
+    """The samples of a step on all ranks together, which stay the same if the number of ranks changes. None in PPO."""
     lock: IO[bytes] | None = None
     """On rank 0, the open file that locks the output directory."""
     directory: OutputDirectory
@@ -71,14 +77,15 @@ class Start:
             self.lock.close()
 
 
-def find_start(settings: Settings, recipe: str, *, steps: StepsOnRanks | None = None) -> Start:
-    """Collective: return where the run starts. Raise RunFinished or another error on all ranks or on none."""
+def find_start(settings: Settings, recipe: str, *, ranks: int, steps: StepsOnRanks | None = None) -> Start:
+    """Collective: return where the run starts, on this number of data-parallel ranks. Raise RunFinished or another
+    error on all ranks or on none."""
     decision: Start | Exception | None = None
     lock: IO[bytes] | None = None
     if dist.get_rank() == 0:
         try:
             lock = lock_directory(Path(settings.output_dir))
-            decision = decide(settings, recipe, steps)
+            decision = decide(settings, recipe, ranks, steps)
         except (AdaptiveError, RunFinished) as error:
             decision = error
             if lock is not None:
@@ -101,7 +108,7 @@ def begin_record(directory: Path, serial: int) -> None:
         run_state.write_record(directory, run_state.RunRecord(serial=serial))
 
 
-def decide(settings: Settings, recipe: str, steps: StepsOnRanks | None = None) -> Start:
+def decide(settings: Settings, recipe: str, ranks: int, steps: StepsOnRanks | None = None) -> Start:
     """On rank 0: choose where to start, and prepare the output directory."""
     directory = Path(settings.output_dir)
     try:
@@ -109,12 +116,16 @@ def decide(settings: Settings, recipe: str, steps: StepsOnRanks | None = None) -
     except OSError as error:
         raise unwritable(directory, error) from error
     try:
-        files, manifest = choose_checkpoint(settings, recipe, checkpoints, steps)
+        files, manifest = choose_checkpoint(settings, recipe, checkpoints, ranks, steps)
     except RunFinished:  # the run may have been killed after its last save, before it cleaned up
         with suppress(OSError):
             store.prune(directory, settings.keep_last_n_checkpoints)
             store.clean(directory)
         raise
+    samples = None if steps is not None else settings.samples_per_step * ranks
+    if manifest is not None:
+        samples = _samples_per_step(manifest)
+        with_samples_per_step(settings, samples, ranks)  # raises an error before the weights are loaded
     if files is not None:
         with suppress(OSError):  # a run that was killed in a save may have left too many checkpoints
             store.prune(directory, settings.keep_last_n_checkpoints, files.folder.name)
@@ -128,18 +139,22 @@ def decide(settings: Settings, recipe: str, steps: StepsOnRanks | None = None) -
     except OSError as error:
         raise unwritable(directory, error) from error
     serial = 1 + max((checkpoint.serial for checkpoint in checkpoints), default=-1)
-    return Start(serial=serial, files=files, directory=marked)
+    return Start(serial=serial, files=files, samples_per_step=samples, directory=marked)
 
 
 def choose_checkpoint(
-    settings: Settings, recipe: str, checkpoints: Sequence[FoundCheckpoint], steps: StepsOnRanks | None = None
+    settings: Settings,
+    recipe: str,
+    checkpoints: Sequence[FoundCheckpoint],
+    ranks: int,
+    steps: StepsOnRanks | None = None,
 ) -> tuple[Files | None, Manifest | None]:
     """Return the files to resume from and their manifest, or None and None for a fresh start. Changes no file."""
     newest, skipped = store.newest_intact(checkpoints if settings.resume_from_checkpoint == AUTO else ())
     for checkpoint in skipped:
         logger.warning("skipped: %s %s", checkpoint.path, checkpoint.fault)
     if newest is not None and newest.manifest is not None:
-        _check_same_run(newest.manifest, settings, recipe)
+        _check_same_run(newest.manifest, settings, recipe, ranks)
         _check_unfinished(newest.path, newest.manifest, settings, steps)
         return store.files_of(newest.path, newest.manifest), newest.manifest
     if checkpoints:
@@ -164,13 +179,59 @@ def _check_unfinished(path: Path, manifest: Manifest, settings: Settings, steps:
         )
 
 
-def _check_same_run(saved: Manifest, settings: Settings, recipe: str) -> None:
-    """Raise ConfigError if the config is that of another run."""
-    if changed := difference(identity_of(settings.config, recipe), saved.identity):
+def _samples_per_step(saved: Manifest) -> int | None:
+    return cast(int | None, saved.identity.get(SAMPLES_PER_STEP))
+
+
+def _check_same_run(saved: Manifest, settings: Settings, recipe: str, ranks: int) -> None:
+    """Raise ConfigError if the config is that of another run. Batch size and accumulation may change if a step keeps
+    its samples, unless another key multiplies them."""
+    samples, before = _samples_per_step(saved), dict(saved.identity)
+    current = identity_of(settings.config, recipe, samples)
+    if settings.samples_per_step * ranks == samples and not _multiplies_batch_size(settings):
+        before |= {key: current[key] for key in SIZES}
+    if changed := difference(current, before):
+        products = f" (or to values with batch_size × gradient_accumulation_steps × {ranks} ranks = {samples})"
+        resized = samples is not None and any(current.get(key) != before.get(key) for key in SIZES)
         raise ConfigError(
-            f"cannot resume: {changed} in the run whose checkpoints are in {settings.output_dir}; set it back, or "
-            "start a new run with another output_dir"
+            f"cannot resume: {changed} in the run whose checkpoints are in {settings.output_dir}; set it back"
+            f"{products * resized}, or start a new run with another output_dir"
         )
+
+
+def with_samples_per_step(settings: Settings, samples: int | None, ranks: int) -> Settings:
+    """Return the settings with which a step has this number of samples on all ranks together. Change the accumulation
+    and, if necessary, the batch size. Raise ConfigError if that is impossible; return the settings if it is None."""
+    if samples is None:
+        return settings
+    rows = settings.batch_size
+    on_rank = share_of_rank(samples, ranks, multiple_of=rows if _multiplies_batch_size(settings) else 1)
+    microbatches = next(count for count in range(-(-on_rank // rows), on_rank + 1) if on_rank % count == 0)
+    if settings.optimizer_in_bwd and microbatches > 1:
+        raise ConfigError(
+            f"cannot resume on {count_of(ranks, 'rank')}: with optimizer_in_bwd, a step is one microbatch, so set "
+            f"batch_size to {on_rank} and gradient_accumulation_steps to 1 to keep {samples} samples a step"
+        )
+    return replace(settings, batch_size=on_rank // microbatches, gradient_accumulation_steps=microbatches)
+
+
+def share_of_rank(samples: int, ranks: int, multiple_of: int = 1) -> int:
+    """Return the samples of a step on each rank. Raise ConfigError if ranks cannot have equally many, or if these are
+    not a multiple of `multiple_of`."""
+    if samples % (ranks * multiple_of):
+        units = samples // multiple_of
+        possible = [str(count) for count in range(1, units + 1) if units % count == 0]
+        raise ConfigError(
+            f"cannot resume on {count_of(ranks, 'rank')}: a step has {samples} samples, which ranks would not share "
+            f"equally{f' in batches of {multiple_of}' * (multiple_of > 1)}; resume on {', '.join(possible)} ranks "
+            "(--nproc_per_node), or start a new run with another output_dir"
+        )
+    return samples // ranks
+
+
+def _multiplies_batch_size(settings: Settings) -> bool:
+    """Return True if the samples of a step are a multiple of a batch size that may change during the run."""
+    return settings.adaptive.accumulation == "fixed" or settings.config.get("batch_increase_function") is not None
 
 
 def _has_checkpoints(checkpoints: Sequence[FoundCheckpoint], settings: Settings) -> ConfigError:
@@ -200,10 +261,12 @@ def _check_shared(start: Start, settings: Settings) -> None:
         logger.warning("%s; checkpoints are only on rank 0's node", message)
 
 
-def identity_of(cfg: DictConfig, recipe: str) -> dict[str, object]:
+def identity_of(cfg: DictConfig, recipe: str, samples_per_step: int | None = None) -> dict[str, object]:
     """Return the values that must not change, by dotted key."""
     plain = cast(dict[str, Any], OmegaConf.to_container(cfg, resolve=True))
     values = flat({"recipe": recipe, **{key: plain.get(key) for key in RUN_KEYS}})
+    if samples_per_step is not None:
+        values[SAMPLES_PER_STEP] = samples_per_step
     values.pop(MAY_BE_LOWERED, None)
     if recipe == "full_ppo":  # PPO uses this key only to split a step into microbatches
         values.pop("gradient_accumulation_steps", None)

@@ -52,7 +52,7 @@ def set_batch_sizes(loop: TrainingLoop) -> None:
     progress = run.progress
     run.journal.start(progress.step)
     with loop.memory_of_this_rank() as memory:
-        rows_that_fit = _search_training_stage(loop, memory, schedule.whole_step_rows(settings, progress))
+        rows_that_fit = _search_training_stage(loop, memory, schedule.whole_step_rows(settings, progress, ranks))
         increase = schedule.build_increase_function(settings.config)
         with nullcontext() if memory is None else memory.unlimited():
             sized = schedule.size_run(

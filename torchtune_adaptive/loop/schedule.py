@@ -12,10 +12,12 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import groupby
+from typing import Any
 
 from omegaconf import DictConfig
 
 from torchtune_adaptive.checkpoints.progress import EpochSizes, Progress
+from torchtune_adaptive.checkpoints.resuming import share_of_rank
 from torchtune_adaptive.config import components
 from torchtune_adaptive.config.keys import Settings
 from torchtune_adaptive.engine.limits import Limit
@@ -53,12 +55,17 @@ def size_run(
 ) -> tuple[Progress, tuple[EpochSizes, ...]]:
     """Return the progress and the sizes of all epochs of a run that continues from `progress` on `ranks` ranks.
 
-    `samples_left_per_rank` belongs to the epoch in progress. `rows_that_fit` is the result of the search.
+    `samples_left_per_rank` belongs to the epoch in progress. `rows_that_fit` is the result of the search. Unless the
+    batch size grows or accumulation is fixed, later epochs have the samples per step of the latest one.
     """
+    kept, started = None, progress.epochs_started
+    if started and increase is None and settings.adaptive.accumulation != "fixed":
+        kept = share_of_rank(started[-1].samples_per_step * progress.ranks, ranks)
     if progress.current_epoch is not None:
         rest = _rest_of_epoch(progress, progress.current_epoch, rows_that_fit, samples_left_per_rank, ranks)
         progress = replace(progress, current_epoch=rest)
-    epochs = size_epochs(settings, progress, samples_per_rank, rows_that_fit=rows_that_fit, increase=increase)
+    options: dict[str, Any] = {"rows_that_fit": rows_that_fit, "increase": increase, "kept": kept}
+    epochs = size_epochs(settings, progress, samples_per_rank, **options)
     return replace(progress, ranks=ranks), epochs
 
 
@@ -66,12 +73,14 @@ def _rest_of_epoch(
     progress: Progress, sizes: EpochSizes, rows_that_fit: int | None, samples_left_per_rank: int, ranks: int
 ) -> EpochSizes:
     """Return the sizes of the epoch in progress, which keeps its samples per step."""
-    steps = sizes.steps
+    steps, samples = sizes.steps, sizes.samples_per_step
     if ranks != progress.ranks:
-        steps = progress.steps_in_epoch + samples_left_per_rank // sizes.samples_per_step
+        samples = share_of_rank(samples * progress.ranks, ranks)
+        steps = progress.steps_in_epoch + samples_left_per_rank // samples
         steps = min(steps, progress.max_steps_per_epoch or steps)
-    rows = min(sizes.microbatch_rows, rows_that_fit or sizes.microbatch_rows)
-    return replace(sizes, steps=steps, microbatch_rows=rows, microbatches=math.ceil(sizes.samples_per_step / rows))
+    rows = min(sizes.microbatch_rows, rows_that_fit or sizes.microbatch_rows, samples)
+    microbatches = math.ceil(samples / rows)
+    return replace(sizes, steps=steps, samples_per_step=samples, microbatch_rows=rows, microbatches=microbatches)
 
 
 def size_epochs(
@@ -81,17 +90,18 @@ def size_epochs(
     *,
     rows_that_fit: int | None = None,
     increase: Increase | None = None,
+    kept: int | None = None,
 ) -> tuple[EpochSizes, ...]:
     """Compute the sizes of all epochs in order; epochs that have begun keep theirs.
 
     With an increase function, the batch size starts at the configured one and grows up to a bound: `rows_that_fit`,
-    or `adaptive.max_batch_size` without a search.
+    or `adaptive.max_batch_size` without a search. Otherwise, a step has `kept` samples per rank, if that is given.
     """
     epochs = [*progress.epochs_started][: progress.total_epochs]
     for epoch in range(len(epochs), progress.total_epochs):
         current = epochs[-1].batch_size if epochs else settings.batch_size
         if increase is None:
-            sizes = steady_sizes(settings, epoch, rows_that_fit)
+            sizes = steady_sizes(settings, epoch, rows_that_fit, kept)
         else:
             sizes = grown_sizes(settings, epoch, current, _requested_size(increase, epoch, current), rows_that_fit)
         steps = samples_per_rank // sizes.samples_per_step
@@ -113,15 +123,18 @@ def grown_sizes(settings: Settings, epoch: int, current: int, requested: int, ro
     return replace(sizes, batch_size=batch_size, refused_batch_size=None if batch_size == requested else requested)
 
 
-def steady_sizes(settings: Settings, epoch: int, rows_that_fit: int | None) -> EpochSizes:
-    """Return the sizes of an epoch without an increase function, by `adaptive.accumulation`.
+def steady_sizes(settings: Settings, epoch: int, rows_that_fit: int | None, kept: int | None = None) -> EpochSizes:
+    """Return the sizes of an epoch without an increase function: with `kept` samples per step or, if that is None, by
+    `adaptive.accumulation`.
 
     - `rebalance` keeps the configured samples per step, unless a single microbatch holds more.
     - `fixed` keeps `gradient_accumulation_steps`, so more rows in a microbatch mean more samples per step.
     - `keep` never changes the samples per step.
     """
     samples, rows = settings.samples_per_step, rows_that_fit or settings.batch_size
-    if settings.adaptive.accumulation == "fixed":
+    if kept is not None:
+        samples = kept
+    elif settings.adaptive.accumulation == "fixed":
         samples = rows * settings.gradient_accumulation_steps
     elif settings.adaptive.accumulation == "rebalance":
         samples = max(rows, samples)
@@ -155,17 +168,18 @@ def total_steps(epochs: Sequence[EpochSizes]) -> int:
     return sum(sizes.steps for sizes in epochs)
 
 
-def whole_step_rows(settings: Settings, progress: Progress) -> int | None:
+def whole_step_rows(settings: Settings, progress: Progress, ranks: int) -> int | None:
     """Return the fewest rows with which a step is one microbatch; None if a step always has several microbatches.
 
     With `accumulation: fixed`, a step has `gradient_accumulation_steps` microbatches of any size."""
     adaptive, rows = settings.adaptive, settings.samples_per_step
-    grows = settings.config.get(KEY) is not None
+    grows, latest = settings.config.get(KEY) is not None, progress.epochs_started[-1:]
     if grows or adaptive.accumulation == "fixed":
+        latest = latest if progress.current_epoch else ()
         if settings.gradient_accumulation_steps > 1:
             return None
         rows = settings.batch_size if grows else 1
-    return rows if progress.current_epoch is None else max(rows, progress.current_epoch.samples_per_step)
+    return max([rows, *(sizes.samples_per_step * progress.ranks // ranks for sizes in latest)])
 
 
 def log_schedule(

@@ -17,7 +17,7 @@ from torchtune_adaptive.checkpoints.contents import Contents
 from torchtune_adaptive.checkpoints.loading import build_checkpointer
 from torchtune_adaptive.checkpoints.manager import CheckpointManager
 from torchtune_adaptive.checkpoints.progress import EpochSizes, Progress, SavedLimits, start_progress
-from torchtune_adaptive.checkpoints.resuming import StepsOnRanks, find_start
+from torchtune_adaptive.checkpoints.resuming import SIZES, StepsOnRanks, find_start, with_samples_per_step
 from torchtune_adaptive.checkpoints.store import Checkpointer, Files, State
 from torchtune_adaptive.config.keys import Settings
 from torchtune_adaptive.data.balancing import Balancer
@@ -55,9 +55,16 @@ class Run:
         build: Callable[[DictConfig, Path, Files | None], Checkpointer] = build_checkpointer,
     ) -> None:
         """Collective: join the process group and find the checkpoint to start from."""
-        self.settings, self.contents = settings, contents
-        self.devices = join(settings)
-        self._start = find_start(settings, contents.recipe, steps=steps)
+        self.contents, self.devices = contents, join(settings)
+        ranks = self.devices.ranks
+        self._start = find_start(settings, contents.recipe, ranks=ranks, steps=steps)
+        configured, settings = settings, with_samples_per_step(settings, self._start.samples_per_step, ranks)
+        self.settings = settings
+        for key in SIZES:
+            if (now := getattr(settings, key)) != (before := getattr(configured, key)):
+                log_rank_0(
+                    f"{key} is {now} instead of {before}: a step keeps its {self._start.samples_per_step} samples"
+                )
         self.journal = Journal(Path(settings.output_dir) if rank() == 0 else None)
         self.checkpoints = CheckpointManager(settings, self._start, contents, self.devices.device, build)
         self.progress = start_progress(settings, self.devices.ranks)

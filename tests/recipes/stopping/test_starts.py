@@ -4,7 +4,6 @@ another number of ranks. tests/recipes/long/test_crash.py resumes on the same ra
 
 import json
 import os
-from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -46,7 +45,7 @@ def start_on_a_separate_disk(folder: Path) -> str:
     own = folder / f"disk_{dist.get_rank()}"
     (own / ".saving").mkdir(parents=True)  # left by an earlier run
     with pytest.raises(ConfigError) as error:
-        find_start(read_full_settings(config(own)), "full")
+        find_start(read_full_settings(config(own)), "full", ranks=2)
     return str(error.value)
 
 
@@ -58,7 +57,7 @@ def test_unshared_disk_is_detected_even_after_an_earlier_run(tmp_path: Path) -> 
 SAMPLES = 96  # divisible by 1, 2 and 3 ranks without padding
 NUMBERED = (
     *(f"dataset.samples={SAMPLES}", "shuffle=True", "seed=1", "epochs=2"),
-    *("batch_size=2", "gradient_accumulation_steps=1", "save_every_n_steps=5", "resume_from_checkpoint=auto"),
+    *("batch_size=6", "gradient_accumulation_steps=1", "save_every_n_steps=3", "resume_from_checkpoint=auto"),
     "tokenizer.max_seq_len=256",
 )
 
@@ -80,26 +79,42 @@ def train_numbered(folder: Path, stop_before: int | None, options: Sequence[str]
     train_until(recipe, recipe.runner, stop_before)
 
 
-@pytest.mark.parametrize(("ranks", "options"), [(1, ()), (3, ("adaptive.token_budget=512",))], ids=["rows", "dealt"])
-def test_another_number_of_ranks_trains_the_rest_of_the_epoch_once(
-    tmp_path: Path, ranks: int, options: tuple[str, ...]
+@pytest.mark.parametrize(
+    ("before", "after", "options"),
+    [
+        (2, 1, ()),
+        (1, 2, ("batch_increase_function=null",)),
+        (2, 3, ("adaptive.token_budget=512",)),
+        (2, 1, ("batch_increase_function=tests.recipes.stopping.test_starts.two_more",)),
+    ],
+    ids=["fewer", "more", "dealt", "growing"],
+)
+def test_another_number_of_ranks_trains_the_steps_of_an_uninterrupted_run(
+    tmp_path: Path, before: int, after: int, options: tuple[str, ...]
 ) -> None:
-    folder = tmp_path / "run"
-    folder.mkdir()
-    run_on_ranks(2, train_numbered, folder, 13, options, timeout_s=120, in_group=False)
-    run_on_ranks(ranks, train_numbered, folder, None, options, timeout_s=120, in_group=False)
-    before, after = numbers(folder, 2), numbers(folder, ranks)
-    first = Counter(number for step, found in before if step <= 10 for number in found)
-    epoch_ends = 10 + (SAMPLES - 40) // (2 * ranks)
-    first.update(number for step, found in after if step <= epoch_ends for number in found)
-    assert max(first.values()) == 1
-    assert len(first) == 40 + (SAMPLES - 40) // (2 * ranks) * 2 * ranks
-    second = Counter(number for step, found in after if step > epoch_ends for number in found)
-    assert max(second.values()) == 1
-    assert len(second) == SAMPLES // (2 * ranks) * 2 * ranks
+    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
+    for folder, ranks, stop_before in ((whole, before, None), (resumed, before, 5), (resumed, after, None)):
+        folder.mkdir(exist_ok=True)
+        run_on_ranks(ranks, train_numbered, folder, stop_before, options, timeout_s=120, in_group=False)
+    expected, found = steps_of(whole, before), steps_of(resumed, after)
+    assert {step: expected[step] for step in found} == found
+    assert {*expected} - {*found} == {1, 2, 3}
+    assert losses(resumed) == pytest.approx(losses(whole), rel=1e-4)
 
 
-def numbers(folder: Path, ranks: int) -> list[tuple[int, list[int]]]:
-    """Return the samples of each step, of all ranks in order."""
-    files = [path.read_text(encoding="utf-8") for path in folder.glob(f"numbers-{ranks}-*.jsonl")]
-    return [(step, found) for step, found in (json.loads(line) for file in files for line in file.splitlines())]
+def two_more(epoch: int, _: int) -> int:
+    return 2 * (epoch > 0)
+
+
+def steps_of(folder: Path, ranks: int) -> dict[int, list[int]]:
+    """Return the numbers of the samples of each step that this many ranks have trained, sorted."""
+    steps: dict[int, list[int]] = {}
+    for path in folder.glob(f"numbers-{ranks}-*.jsonl"):
+        for step, found in map(json.loads, path.read_text(encoding="utf-8").splitlines()):
+            steps[step] = sorted([*steps.get(step, ()), *found])
+    return steps
+
+
+def losses(folder: Path) -> dict[int, float]:
+    lines = (folder / "out" / "adaptive_steps.jsonl").read_text(encoding="utf-8").splitlines()
+    return {each["step"]: each["loss"] for each in map(json.loads, lines) if "loss" in each}

@@ -3,6 +3,7 @@
 import math
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -13,7 +14,7 @@ from omegaconf import DictConfig, OmegaConf
 from tests.unit.checkpoints.checkpoint_files import complete, save
 from torchtune_adaptive.checkpoints import store
 from torchtune_adaptive.checkpoints.loading import build_checkpointer
-from torchtune_adaptive.checkpoints.resuming import Start, decide, identity_of
+from torchtune_adaptive.checkpoints.resuming import Start, decide, identity_of, with_samples_per_step
 from torchtune_adaptive.checkpoints.store import Files, Position
 from torchtune_adaptive.config.checks import read_full_settings
 from torchtune_adaptive.errors import ConfigError, RunFinished
@@ -40,13 +41,22 @@ def config(directory: Path, *overrides: str) -> DictConfig:
     return merged
 
 
-def start(directory: Path, *overrides: str, steps: Callable[[int], int] | None = None) -> Start:
-    return decide(read_full_settings(config(directory, *overrides)), "full", steps)
+def start(directory: Path, *overrides: str, ranks: int = 1, steps: Callable[[int], int] | None = None) -> Start:
+    return decide(read_full_settings(config(directory, *overrides)), "full", ranks, steps)
 
 
-def saved(directory: Path, name: str, serial: int = 0, *, recipe: str = "full", epochs: int = 1, **others: Any) -> Path:
+def saved(
+    directory: Path,
+    name: str,
+    serial: int = 0,
+    *,
+    recipe: str = "full",
+    epochs: int = 1,
+    samples_per_step: int | None = None,
+    **others: Any,
+) -> Path:
     position = Position(epochs=epochs, steps_in_epoch=0, step=4 * epochs)
-    identity = identity_of(config(directory), recipe)
+    identity = identity_of(config(directory), recipe, samples_per_step)
     return save(directory, name, serial, identity=identity, position=position, **others)
 
 
@@ -91,10 +101,61 @@ def test_setting_of_another_run_is_an_error_with_both_values(tmp_path: Path, cha
     assert complete(tmp_path) == ["epoch_0"]
 
 
+GROWING = ("batch_increase_function=f",)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "sizes", "options", "adapted"),
+    [
+        (6, (2, 1), (), (2, 1)),
+        (1, (2, 1), (), (2, 6)),
+        (12, (2, 1), (), (1, 1)),
+        (4, (2, 1), (), (1, 3)),
+        (1, (12, 1), (), (12, 1)),
+        (1, (3, 4), (), (3, 4)),
+        (3, (2, 1), GROWING, (2, 2)),
+    ],
+)
+def test_step_keeps_its_samples_on_another_number_of_ranks(
+    tmp_path: Path, ranks: int, sizes: tuple[int, int], options: tuple[str, ...], adapted: tuple[int, int]
+) -> None:
+    saved(tmp_path, "epoch_0", samples_per_step=12, ranks=6)
+    changes = f"batch_size={sizes[0]}", f"gradient_accumulation_steps={sizes[1]}"
+    assert start(tmp_path, *changes, *options, ranks=ranks).samples_per_step == 12
+    settings = read_full_settings(config(tmp_path, *changes, *options))
+    now = with_samples_per_step(settings, 12, ranks)
+    assert (now.batch_size, now.gradient_accumulation_steps) == adapted
+
+
+@pytest.mark.parametrize(
+    ("ranks", "options", "message"),
+    [
+        (5, (), "cannot resume on 5 ranks: a step has 12 samples, .* resume on 1, 2, 3, 4, 6, 12 ranks"),
+        (4, GROWING, "in batches of 2; resume on 1, 2, 3, 6 ranks"),
+        (1, ("gradient_accumulation_steps=5",), r"batch_size × gradient_accumulation_steps × 1 ranks = 12\)"),
+        (1, ("batch_size=12", *GROWING), "batch_size is 12, but was 2"),
+    ],
+)
+def test_resuming_with_other_samples_in_a_step_is_refused_with_the_remedy(
+    tmp_path: Path, ranks: int, options: tuple[str, ...], message: str
+) -> None:
+    saved(tmp_path, "epoch_0", samples_per_step=12, ranks=6)
+    with pytest.raises(ConfigError, match=message):
+        start(tmp_path, *options, ranks=ranks)
+
+
 def test_another_recipe_is_the_only_reported_change(tmp_path: Path) -> None:
     saved(tmp_path, "epoch_0", recipe="lora")
     with pytest.raises(ConfigError, match=r"recipe is 'full', but was 'lora' in"):
         start(tmp_path, "batch_size=4")
+
+
+def test_microbatch_of_an_optimizer_in_the_backward_is_not_split_on_fewer_ranks(tmp_path: Path) -> None:
+    settings = read_full_settings(config(tmp_path, "optimizer_in_bwd=True"))
+    with pytest.raises(ConfigError, match="set batch_size to 12 and gradient_accumulation_steps to 1"):
+        with_samples_per_step(settings, 12, ranks=1)
+    larger = replace(settings, batch_size=12)
+    assert with_samples_per_step(larger, 12, ranks=1) == larger
 
 
 def test_run_counted_in_steps_is_finished_according_to_its_former_ranks(tmp_path: Path) -> None:
@@ -133,7 +194,7 @@ def test_values_of_the_config_that_json_changes_are_the_same_run(tmp_path: Path)
     cfg = config(tmp_path)
     cfg.dataset, cfg.model.table = [part], {3: math.nan}
     save(tmp_path, "epoch_0", identity=identity_of(cfg, "full"))
-    assert decide(read_full_settings(cfg), "full").files
+    assert decide(read_full_settings(cfg), "full", 1).files
 
 
 def test_interrupted_clean_up_of_a_finished_run_is_completed_by_the_next(

@@ -60,10 +60,10 @@ def test_an_epoch_in_progress_keeps_its_samples_per_step_on_fewer_ranks_and_with
     )
     rest, following = epochs
     assert (current_epoch.steps, current_epoch.microbatches, current_epoch.microbatch_rows) == (10, 2, 4)
-    assert (rest.samples_per_step, rest.steps, rest.microbatches, rest.microbatch_rows) == (8, 4 + 96 // 8, 3, 3)
-    assert following.steps == 160 // 8
+    assert (rest.samples_per_step, rest.steps, rest.microbatches, rest.microbatch_rows) == (16, 10, 6, 3)
+    assert following.steps == 160 // 16
     assert (progress.step, progress.ranks) == (4, 1)
-    assert total_steps(epochs) == 16 + 20
+    assert total_steps(epochs) == 10 + 10
 
 
 @pytest.mark.parametrize(
