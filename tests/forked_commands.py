@@ -26,7 +26,6 @@ from torch.distributed.elastic.multiprocessing.subprocess_handler import Subproc
 
 from tests.ranks import PATIENCE, started
 from tests.recipes.running import Ended, environment, tune_run
-from torchtune_adaptive import dependencies
 
 ROOT = Path(__file__).parents[1]
 FIRST_FREE = 3
@@ -134,7 +133,6 @@ def _run(command: Sequence[str], variables: Mapping[str, str]) -> None:
     first = Path.cwd() if is_module else Path(words[0]).resolve().parent
     given = [path for path in variables.get("PYTHONPATH", "").split(os.pathsep) if path]
     sys.path[:] = [str(first), *given, *(path for path in sys.path if path not in ("", str(ROOT)))]
-    dependencies.PARENT_PID = os.getppid()  # the server imported it
     if is_module:
         runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
     else:

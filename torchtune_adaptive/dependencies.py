@@ -9,6 +9,8 @@ from typing import NoReturn
 TORCH = "2.13 to 2.15"
 PARENT_PID = os.getppid()
 """The process that started this one. Read before torch is imported, which takes seconds in which it may end."""
+
+os.register_at_fork(after_in_child=lambda: globals().update(PARENT_PID=os.getppid()))
 RECIPES_EXTRA = ("torchtune", "torchao", "torchdata", "omegaconf", "yaml", "tqdm")
 """Modules that only the [recipes] extra installs."""
 

@@ -6,6 +6,7 @@ import math
 import threading
 from collections import defaultdict
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,7 @@ from torchtune_adaptive.hf.losses import (
     how_losses_add_up,
 )
 from torchtune_adaptive.hf.metrics import BatchMetrics
+from torchtune_adaptive.hf.passes import GenerationPasses
 from torchtune_adaptive.hf.samples import CollatedBatch, Counts, GeneratedRow, KeepSamples, RawSample
 
 pytestmark = pytest.mark.timeout(300)
@@ -207,3 +209,17 @@ def test_padding_after_the_longest_answer_is_cut() -> None:
     longest = rows[0].resized(4, 6)
     assert longest.length == 10
     assert longest.features["completion_ids"].tolist() == [[1, 2, 3, 4, 5, 5]]
+
+
+@pytest.mark.parametrize("renamed", ["", "_generate_single_turn"])
+def test_trainer_of_trl_without_a_method_that_passes_need_trains_with_one_warning(
+    renamed: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    methods = "_get_per_token_logps_and_entropies", "_generate_single_turn", "reward_funcs", "use_vllm"
+    trainer: Any = SimpleNamespace(_is_vlm=True, **{name: [] for name in methods if name != renamed})
+    shared: Any = SimpleNamespace(recovery=SimpleNamespace(enabled=True))
+    passes = GenerationPasses(trainer, shared)
+    for _ in range(2):
+        with passes.recovering():
+            pass
+    assert caplog.text.count("has no _generate_single_turn") == bool(renamed)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.null.processes import on_null_device
-from torchtune_adaptive.engine.memory import FRAGMENTATION, CudaMemory
+from torchtune_adaptive.engine.memory import FRAGMENTATION, CudaMemory, memory_within
 from torchtune_adaptive.formatting import parse_size
 
 GIB = 2**30
@@ -43,6 +43,21 @@ def test_budget_counts_the_most_memory_that_another_process_has_held() -> None:
         with mock.patch("torch.cuda.mem_get_info", return_value=(left, total)):
             assert memory.budget_bytes == int((80 * GIB - counted) * (1 - FRAGMENTATION))
     assert held.numel() == 4 * GIB
+
+
+@on_null_device()
+def test_memory_limit_ends_with_its_context_and_later_contexts_count_the_most_memory_held_elsewhere() -> None:
+    free, total = torch.cuda.mem_get_info()
+    limit, device = parse_size(0.5, "memory_limit"), torch.device("cuda", 0)
+    with memory_within(limit, device, []) as memory:
+        assert torch.cuda.get_per_process_memory_fraction() == 0.5
+        assert memory is not None
+        with mock.patch("torch.cuda.mem_get_info", return_value=(free - 30 * GIB, total)):
+            assert memory.budget_bytes
+    assert torch.cuda.get_per_process_memory_fraction() == 1.0
+    with memory_within(None, device, [], memory) as later:
+        assert later is not None
+        assert later.budget_bytes == int(50 * GIB * (1 - FRAGMENTATION))
 
 
 @pytest.mark.parametrize(

@@ -123,6 +123,8 @@ class LimitPolicy:
             wait_text = self._step_down(after.size)
             largest = max(failed.values(), key=lambda microbatch: microbatch.padded_tokens)
             reaction = f"microbatch {before.format_need(*largest)} -> {self.limit}"
+            if self._retried_single_row and largest.rows == 1:
+                reaction = f"a single row failed again: microbatch at most {before} -> {self.limit}"
         self.recoveries += 1
         return self._make_change(RECOVERY, step, f"{event}: {reaction}, step repeated{wait_text}", before, failed)
 
@@ -222,9 +224,12 @@ class LimitPolicy:
 
 def _shrunk(limit: Limit, microbatches: Mapping[int, MicrobatchSize]) -> Limit | None:
     """Return a smaller limit that excludes all these microbatches of several rows; None if no limit is smaller. A
-    single row runs alone under any limit. So if all are single rows, shrink the limit once, for the first of them."""
+    single row runs alone under any limit. So if all are single rows, shrink the limit once, as if a full microbatch of
+    rows like the first of them had failed."""
     smaller: Limit | None = limit
     for microbatch in sorted(microbatches.values(), key=lambda each: each.rows, reverse=True):
-        if smaller is not None and (smaller is limit or (microbatch.rows > 1 and smaller.fits(*microbatch))):
+        if smaller is limit and microbatch.rows == 1:
+            smaller = limit.after_oom(max(1, limit.rows_at(microbatch.length)), microbatch.length)
+        elif smaller is not None and (smaller is limit or (microbatch.rows > 1 and smaller.fits(*microbatch))):
             smaller = smaller.after_oom(*microbatch)
     return smaller

@@ -52,9 +52,14 @@ class CudaMemory:
     process can obtain, without the memory of other processes. If these hold more at some readings than at others (an
     inference engine that sleeps, for example), the highest counts. If there is a `limit`, the allocator enforces it."""
 
-    def __init__(self, limit: MemorySize | None = None, device: torch.device | None = None) -> None:
+    def __init__(
+        self,
+        limit: MemorySize | None = None,
+        device: torch.device | None = None,
+        earlier: MemorySource | None = None,
+    ) -> None:
         self._device = device
-        self._most_elsewhere: int | None = None
+        self._most_elsewhere: int | None = earlier._most_elsewhere if isinstance(earlier, CudaMemory) else None
         if limit is not None:
             total_bytes = torch.cuda.mem_get_info(device)[1]
             fraction = limit.bytes_of(total_bytes) / total_bytes
@@ -105,12 +110,20 @@ class CudaMemory:
 
 @contextmanager
 def memory_within(
-    limit: MemorySize | None, device: torch.device, resident: Iterable[Tensor]
+    limit: MemorySize | None,
+    device: torch.device,
+    resident: Iterable[Tensor],
+    earlier: MemorySource | None = None,
 ) -> Iterator[MemorySource | None]:
     """Enforce this rank's memory limit while open: by the allocator on CUDA, by a MemoryMeter on a CPU. `resident` are
-    the tensors that are already on the device. Yields None on a CPU without a limit."""
+    the tensors that are already on the device. Yields None on a CPU without a limit. On CUDA, the most memory that
+    `earlier`, a source of an earlier context, has seen elsewhere counts, too."""
     if device.type == "cuda":
-        yield CudaMemory(limit, device)
+        fraction = torch.cuda.get_per_process_memory_fraction(device)
+        try:
+            yield CudaMemory(limit, device, earlier)
+        finally:
+            torch.cuda.set_per_process_memory_fraction(fraction, device)
     elif limit is None:
         yield None
     else:

@@ -85,6 +85,7 @@ class GenerationPasses:
         self._first: dict[str, Pass] = {}
         """The first pass of each stage, for a search."""
         self._results: list[Any] = []
+        self._warned = False
         self._generates_gathered = True
         """False if all parameters of an FSDP2 model do not fit into memory at once, with one row."""
 
@@ -96,7 +97,15 @@ class GenerationPasses:
         """
         trainer, recovery = self._trainer, self._shared.recovery
         names = "_get_per_token_logps_and_entropies", "_generate_single_turn", "reward_funcs", "use_vllm"
-        if not (all(hasattr(trainer, name) for name in names) and recovery.enabled):
+        missing = [name for name in names if not hasattr(trainer, name)]
+        if missing and len(missing) < len(names) and recovery.enabled and not self._warned and rank() == 0:
+            logger.warning(
+                "%s has no %s, so an out-of-memory error in the passes before the loss ends the run",
+                type(trainer).__name__,
+                ", ".join(missing),
+            )
+            self._warned = True
+        if missing or not recovery.enabled:
             yield
             return
         with ExitStack() as stack:

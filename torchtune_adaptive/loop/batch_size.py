@@ -9,7 +9,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import asdict, replace
@@ -24,7 +23,7 @@ from torchtune_adaptive.data.balancing import balancer_of
 from torchtune_adaptive.data.loading import Data
 from torchtune_adaptive.data.samples import INDEX, Sample, TokenKind
 from torchtune_adaptive.engine.length_profile import Profile
-from torchtune_adaptive.engine.limits import Limit, RowLimit, TokenLimit, longest_row
+from torchtune_adaptive.engine.limits import MAX_ROWS, Limit, RowLimit, TokenLimit, longest_row
 from torchtune_adaptive.engine.memory import MemorySource
 from torchtune_adaptive.engine.probes import TrainingStep, find_max_batch_size, profile_memory
 from torchtune_adaptive.engine.ranks import from_rank_0
@@ -96,7 +95,7 @@ def _search_training_stage(loop: TrainingLoop, memory: MemorySource | None, whol
         log_rank_0(f"batch search · {SEARCH_SKIPPED}")
         return None
     step = _worst_step(loop, loop.stages.training.stage)
-    most_rows = min(data.loader.samples_per_rank, adaptive.max_batch_size or sys.maxsize)
+    most_rows = data.loader.samples_per_rank
     return search_rows(loop, step, memory, most_rows=most_rows, whole_step_rows=whole_step_rows).rows
 
 
@@ -112,10 +111,9 @@ def _measure_limits(
     *stages_without_backward, _ = stages
     limits: dict[str, Limit] = {}
     if memory is not None and rows_that_fit is not None:
-        most_rows = min(most_samples, adaptive.max_batch_size or sys.maxsize)
         for stage in stages_without_backward:
             step = _worst_step(loop, stage)
-            limits[stage] = RowLimit(search_rows(loop, step, memory, most_rows=most_rows).rows)
+            limits[stage] = RowLimit(search_rows(loop, step, memory, most_rows=most_samples).rows)
     if adaptive.token_budget is None:
         return limits
     if isinstance(adaptive.token_budget, int):
@@ -225,8 +223,10 @@ def search_rows(
     most_rows: int,
     whole_step_rows: int | None = None,
 ) -> SearchResult:
-    """Collective: search for the largest number of rows, up to `most_rows`, that every rank can run."""
+    """Collective: search for the largest number of rows, up to `most_rows`, that every rank can run. Without
+    `adaptive.max_batch_size`, MAX_ROWS is a bound, too, because memory may not grow with the rows."""
     adaptive = loop.run.settings.adaptive
+    most_rows = min(most_rows, adaptive.max_batch_size or MAX_ROWS)
     options: dict[str, Any] = {"strategy": adaptive.search, "round_to": adaptive.round_to, "max_rows": most_rows}
     search = partial(find_max_batch_size, step, memory=memory, **options)
     kind, stage = loop.data.kind, step.runner.stage

@@ -99,6 +99,8 @@ class WorkerPasses:
         """The runner of each stage that has run."""
         self._limits: dict[str, Limit] = {}
         """The limit of each stage before any recovery."""
+        self._memory: MemorySource | None = None
+        """That of the latest batch."""
         self.calls, self._warnings = 0, set[str]()
         self.plan: Plan = ()
         """The rows of each microbatch in the latest attempt."""
@@ -113,7 +115,8 @@ class WorkerPasses:
         self._loss = (args[0] if args else kwargs.get("loss_fn")) or self._cfg.algorithm.policy_loss_type
         budget = None if memory_limit is None else parse_size(memory_limit, "memory_limit")
         resident, device = resident_tensors(self._model, self._optimizers), torch.device(torch.cuda.current_device())
-        with self._keeping_gradients(), memory_within(budget, device, resident) as memory:
+        with self._keeping_gradients(), memory_within(budget, device, resident, self._memory) as memory:
+            self._memory = memory
             if stage not in self._limits:  # also after a failed search
                 self._limits[stage] = self._create_runner(stage, data, memory)
             runner = self.runners[stage]

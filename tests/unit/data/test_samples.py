@@ -141,6 +141,20 @@ def test_row_that_does_not_fit_is_reported_with_its_stage() -> None:
     assert error.value.remedies == (Remedy.MORE_RANKS,)
 
 
+@pytest.mark.parametrize(("most", "measured"), [(None, 4096), (8192, 8192)])
+def test_search_measures_more_rows_than_the_default_bound_only_if_the_config_says_so(
+    most: int | None, measured: int
+) -> None:
+    loop = mock.Mock()
+    loop.run.settings = settings(max_batch_size=most)
+    with (
+        mock.patch.object(batch_size, "find_max_batch_size", side_effect=KeyError) as search,
+        pytest.raises(KeyError),
+    ):
+        batch_size.search_rows(loop, mock.Mock(length=16), mock.MagicMock(), most_rows=2**18)
+    assert search.call_args.kwargs["max_rows"] == measured
+
+
 @pytest.mark.parametrize(("asked", "tokenizer", "model"), [(256, 64, None), (64, None, 2048), (None, 128, 64)])
 def test_search_measures_the_smallest_of_all_limits(
     asked: int | None, tokenizer: int | None, model: int | None

@@ -175,26 +175,22 @@ def test_state_of_another_kind_of_limit_restores_only_counters_and_an_invalid_on
 
 
 @pytest.mark.parametrize(
-    ("limit", "smaller"),
-    [(TokenLimit(8192), TokenLimit(512)), (RowLimit(8), RowLimit(1)), (RowLimit(1), None)],
+    ("limit", "sizes"),
+    [(TokenLimit(8192), [8192, 4096, 2048, 1024, 512]), (RowLimit(8), [8, 4, 2, 1]), (RowLimit(1), [1])],
 )
-def test_row_that_fails_alone_is_retried_once_in_each_run_of_a_step_before_the_limit_shrinks(
-    limit: Limit, smaller: Limit | None
+def test_row_that_fails_alone_is_retried_once_in_each_run_of_a_step_and_then_lowers_the_limit_by_one_size(
+    limit: Limit, sizes: list[int]
 ):
     policy = LimitPolicy(limit, regrow_after=0)
-    for _ in range(2):  # updates of one iteration
+    for tried in (sizes, sizes[-1:]):  # updates of one iteration
         policy.begin_step()
-        assert policy.out_of_memory(ALONE, step=3).kind == RECOVERY
-        assert policy.limit == limit
-        if smaller is not None:
-            policy.out_of_memory(ALONE, step=3)
-            assert policy.limit == smaller
-        recoveries = policy.recoveries
-        last = policy.out_of_memory(ALONE, step=3)
-        assert (last.kind, policy.limit, policy.recoveries) == (EXHAUSTED, smaller or limit, recoveries)
-        assert "1 row of 600 tokens does not fit and cannot be made smaller" in last.reason
-        policy.allow(limit)
-        limit, smaller = policy.limit, None
+        failures = [policy.out_of_memory(ALONE, step=3) for _ in (*tried, 0)]
+        assert [each.after for each in failures] == [*tried, tried[-1]]
+        assert [each.kind for each in failures] == [RECOVERY] * len(tried) + [EXHAUSTED]
+        assert policy.recoveries == len(sizes) + (tried is not sizes)
+        assert "1 row of 600 tokens does not fit and cannot be made smaller" in failures[-1].reason
+        if tried == [8, 4, 2, 1]:
+            assert "a single row failed again: microbatch at most 8 rows -> 4 rows" in failures[1].reason
 
 
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])

@@ -139,6 +139,16 @@ def test_rank_outlives_the_thread_that_started_it_but_not_the_process() -> None:
     assert ended
 
 
+def test_process_that_was_forked_after_the_import_is_not_killed() -> None:
+    code = (
+        "import os; from torchtune_adaptive.lifecycle.torchrun import exit_with_launcher as end\nif not os.fork():\n "
+    )
+    command = [sys.executable, "-c", f"{code} end(); print('trains', flush=True); os._exit(0)\nos.wait()"]
+    environment = {**os.environ, "TORCHELASTIC_RUN_ID": "any"}
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=30 * PATIENCE)
+    assert ended.stdout == "trains\n"
+
+
 def test_rank_whose_launcher_died_during_its_imports_ends_immediately() -> None:
     imports = "import os, time; from torchtune_adaptive.lifecycle.torchrun import exit_with_launcher as end; "
     waits = "parent = os.getppid(); print('imported', flush=True)\nwhile os.getppid() == parent: time.sleep(0.01)\n"
