@@ -326,7 +326,7 @@ HEADROOMS = (math.inf, 1.1, 1.05, 1.02)
 def fragmentation() -> Iterator[Row]:
     """Train steps of mixed lengths, first without a limit, then with so little memory that the allocator flushes.
 
-    Rows show the flushes, the decisions of the governor, and the speed.
+    Rows show the flushes, the decisions of the limit policy, and the speed.
     """
     cases = [(train_mixed, headroom, 8 if ON_NULL else 60) for headroom in HEADROOMS]
     return (row for _, row in in_turns(cases, in_group=True))

@@ -1,4 +1,4 @@
-"""Decisions of the profile and the governor with torch's allocator, for layers in full size, as rank 0 of 8."""
+"""Decisions of the profile and the limit policy with torch's allocator, for layers in full size, as rank 0 of 8."""
 
 import os
 import random

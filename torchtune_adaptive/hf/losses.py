@@ -36,7 +36,6 @@ from torchtune_adaptive.engine.step import StepRunner
 from torchtune_adaptive.errors import AdaptiveError
 from torchtune_adaptive.hf.metrics import only_fsdp_communicates
 from torchtune_adaptive.hf.samples import IGNORED, CollatedBatch, Counts, GeneratedRow, RawSample
-from torchtune_adaptive.run_hooks import HOOKS
 
 logger = logging.getLogger(__name__)
 
@@ -173,9 +172,7 @@ def find_reduction(
         if reduction is None:
             worst = max(tried, key=lambda each: min(each.errors(scale).values()))
             return Found(None, 0.0, f"{worst}, which is neither their sum nor their mean, {NOT_SPLIT}")
-        # a rehearsal computes no losses
-        shown = any(each.shows(reduction, tolerance) for each in tried) or not HOOKS.has_values
-        if shown and (number or not thorough):
+        if any(each.shows(reduction, tolerance) for each in tried) and (number or not thorough):
             return Found(reduction, largest, None)
     return Found(None, 0.0, UNDECIDED)
 
