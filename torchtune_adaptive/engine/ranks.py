@@ -221,7 +221,7 @@ def _gloo_threads() -> list[list[str]]:
     """Return the state of each of gloo's worker threads, and how often it has been switched to."""
     states = []
     for thread in Path("/proc/self/task").glob("*/status"):
-        with suppress(OSError):  # the thread has ended
+        with suppress(OSError, ValueError, KeyError):  # the thread has ended, or a sandbox does not show these fields
             fields = dict(line.split(":\t", 1) for line in thread.read_text().splitlines())
             if fields["Name"] == "pt_gloo_runloop":
                 states.append(
