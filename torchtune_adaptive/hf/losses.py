@@ -21,7 +21,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.nn.modules.conv import _ConvNd
 from torch.overrides import TorchFunctionMode
 
@@ -33,6 +32,7 @@ from torchtune_adaptive.engine.recovery import Recovery
 from torchtune_adaptive.engine.results import Totals
 from torchtune_adaptive.engine.snapshot import RngState
 from torchtune_adaptive.engine.step import StepRunner
+from torchtune_adaptive.engine.tensors import plain_tensors
 from torchtune_adaptive.errors import AdaptiveError
 from torchtune_adaptive.hf.metrics import only_fsdp_communicates
 from torchtune_adaptive.hf.samples import IGNORED, CollatedBatch, Counts, GeneratedRow, RawSample
@@ -383,7 +383,7 @@ def noise_in(model: nn.Module, noise: float) -> Iterator[None]:
     """Within the context, add normal noise of this size to the smallest trained parameters, up to COPIED_BYTES, such as
     weights of norms, biases and adapters. Their values are restored exactly."""
     trained = (each.detach() for each in model.parameters() if each.requires_grad and each.dtype.itemsize > 1)
-    local = (each.to_local() if isinstance(each, DTensor) else each for each in trained)
+    local = (plain for each in trained for plain in plain_tensors(each))
     by_size = sorted(local, key=attrgetter("nbytes")) if noise else []
     used = sum(total <= COPIED_BYTES for total in accumulate(each.nbytes for each in by_size))
     generator, copies = torch.Generator().manual_seed(0), [(each, each.clone()) for each in by_size[:used]]
