@@ -94,7 +94,7 @@ def test_data_without_a_larger_batch_is_no_remark_and_no_error(after: str, rehea
     """Also if the data fails or never comes, which ends only the look."""
     loader = {"an error": "DataLoader(Broken())", "the end": "DataLoader(Samples())", "a wait": "DataLoader(Slow())"}
     found = script(loader[after]).replace("400", "17" if after == "the end" else "400")
-    patch = "from gpu_rehearsal import later_batches\nlater_batches.MOST_S = 1\n" * (after == "a wait")
+    patch = "from gpu_rehearsal.recording import later_batches\nlater_batches.MOST_S = 1\n" * (after == "a wait")
     answer = rehearse(patch + found)
     assert (answer.status, answer.found["later_batch"]) == (0, {}), answer.printed
     assert len(answer.found["steps"]) == 10

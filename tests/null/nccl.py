@@ -1,7 +1,7 @@
 """Out-of-memory errors in steps over torch's own NCCL process groups, on null devices: `make test-nccl`.
 
 No kernel runs, so gradients are not compared (gloo's sweeps do that, with the same cases). Every rank records its calls
-of NCCL. They must be equal on all ranks, and must not end in a deadlock when they are replayed (null_cuda/check.py).
+of NCCL. They must be equal on all ranks, and must not end in a deadlock when they are replayed (gpu_rehearsal.hangs).
 
 python -m tests.null.nccl                    every case; writes benchmarks/results/nccl.json
 python -m tests.null.nccl --case hybrid      only the cases whose name contains "hybrid"; replaces their lines

@@ -27,7 +27,7 @@ from typing import NamedTuple
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
-RESULTS = ROOT / "benchmarks" / "results" / "foreign.json"
+RESULTS = ROOT.parent / "benchmarks" / "results" / "foreign.json"
 PAGE = ROOT / "docs" / "rehearsing.md"
 BEGIN, END = "<!-- made by tests/foreign -->\n", "<!-- end of tests/foreign -->\n"
 LIBRARIES = (
