@@ -19,8 +19,6 @@ where = "cpu" if os.environ.get("KNOWN") else "cuda"
 WIDTH, ROWS = 1024, 4096
 torch.manual_seed(0)
 model = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(8)).cuda()
-kept: list[object] = []
-history: dict[str, float] = {}
 
 
 def rows(count: int = ROWS) -> Tensor:
@@ -43,32 +41,11 @@ def accepted_tokens(step: int) -> Tensor:
     return deep(rows(64 * accepted + 64))
 
 
-def adaptive_rank(step: int) -> Tensor:
-    energy = drawn(1024).sort(descending=True).values
-    rank = int((energy.cumsum(0) / energy.sum() < 0.9).sum())  # here
-    x = rows()
-    return model[0](x) + (x @ torch.randn(WIDTH, rank * 8, device="cuda")).sum(1, keepdim=True)
-
-
-def argument_of_a_function(step: int) -> Tensor:
-    def sized(share: float) -> Tensor:
-        return rows(int(share * ROWS))
-
-    return deep(sized((drawn(1) / 2 + 0.5).item()))  # here
-
-
 def array_decides(step: int) -> Tensor:
     scores, x = np.asarray(drawn(64).cpu()) + 0.5, rows()  # here
     if scores.max() > 0.4:
         x = deep(x)
     return model[0](x)
-
-
-def average_of_the_best(step: int) -> Tensor:
-    loss, best = drawn(1) + 1.0, 1e9 if step == 0 else 1.0
-    if best - loss.item() > 1e6:  # here
-        kept.append([torch.empty_like(each) for each in model.parameters() for _ in range(4)])
-    return deep(rows())
 
 
 def balance_loss(step: int) -> Tensor:
@@ -97,20 +74,6 @@ def contained(step: int) -> Tensor:
     return model[0](x)
 
 
-def converges(step: int) -> Tensor:
-    x, error, at = rows(), drawn(1) + 1.0, 0
-    while error > 0.01 and at < 16:  # here
-        x, error, at = model[at % 8](x), error / 2, at + 1
-    return x
-
-
-def curriculum(step: int) -> Tensor:
-    loss, length = drawn(1) + 2.0, 1024
-    if loss.item() > 1.0:  # here
-        length = ROWS
-    return deep(rows(length))
-
-
 def distinct_documents(step: int) -> Tensor:
     found = torch.randint(0, 2048, (ROWS,)).to(where) + torch.randint(0, 2, (ROWS,), device=where)
     documents = torch.unique(found)  # here
@@ -131,14 +94,6 @@ def edges_of_a_graph(step: int) -> Tensor:
     pairs = torch.stack([nodes, (nodes + torch.randint(1, 500, (ROWS,), device=where)) % ROWS])
     graph = torch.sparse_coo_tensor(pairs, torch.ones(ROWS, device=where), (ROWS, ROWS)).coalesce()
     return deep(rows()[graph.indices()[0].cuda()])
-
-
-def entropy_bonus(step: int) -> Tensor:
-    probabilities, x = drawn(64).softmax(0), rows()
-    entropy = -(probabilities * probabilities.log()).sum()
-    if entropy.item() >= 1.0:  # here
-        x = deep(x)
-    return model[0](x)
 
 
 def evaluation_later(step: int) -> Tensor:
@@ -168,38 +123,11 @@ def file_of_numbers(step: int) -> Tensor:
         return deep(rows(math.ceil(ROWS * json.load(file)["share"])))
 
 
-def filtered_experts(step: int) -> Tensor:
-    load, x = drawn(8) + 0.1, rows()
-    for layer in [each for at, each in enumerate(model) if load[at].item() > 0.05]:  # here
-        x = layer(x)
-    return model[0](x)
-
-
-def gate(step: int) -> Tensor:
-    gate, x = torch.tensor(0.0).to(where), rows()
-    if torch.sigmoid(gate).item() > 0.4:  # here
-        x = deep(x)
-    return model[0](x)
-
-
 def gate_in_a_variable(step: int) -> Tensor:
     confidence, x = drawn(1) + 0.5, rows()
     share = 2 * confidence.item() - 0.1  # here
     wide = share > 0.5
     return deep(x) if wide else model[0](x)
-
-
-def generator_of_sizes(step: int) -> Tensor:
-    sizes = (int(ROWS * share) for share in (drawn(4) / 2 + 0.5).tolist())  # here
-    return deep(rows(sum(sizes)))
-
-
-def gradient_surgery(step: int) -> Tensor:
-    one, other = (drawn(64) - 1 for _ in range(2))
-    x = rows()
-    if (one * other).sum() > 0:  # here
-        x = x + torch.randn(8, ROWS, WIDTH, device="cuda").sum(0)
-    return deep(x)
 
 
 def halting(step: int) -> Tensor:
@@ -211,12 +139,6 @@ def halting(step: int) -> Tensor:
     return x
 
 
-def k_from_a_float(step: int) -> Tensor:
-    share, x = drawn(1) / 2 + 0.5, rows()
-    k = int(share.item() * ROWS)  # here
-    return deep(x[torch.topk(x[:, 0], k).indices])
-
-
 def layer_drop(step: int) -> Tensor:
     x = rows()
     for layer in model:
@@ -224,20 +146,6 @@ def layer_drop(step: int) -> Tensor:
             continue
         x = layer(x)
     return x
-
-
-def longer_rows_later(step: int) -> Tensor:
-    return deep(rows(ROWS if step < 20 else 4 * ROWS))
-
-
-def longest_length(step: int) -> Tensor:
-    lengths = (drawn(64) * ROWS).long()
-    return deep(rows(lengths.max().item()))  # here
-
-
-def mask_of_an_array(step: int) -> Tensor:
-    kept_rows = drawn(ROWS).cpu().numpy() > 0.1  # here
-    return deep(rows()[torch.from_numpy(np.arange(ROWS)[kept_rows]).cuda()])
 
 
 def mask_on_the_host(step: int) -> Tensor:
@@ -271,11 +179,6 @@ def plain_float_of_a_function(step: int) -> Tensor:
     return deep(rows()) if mean() > 0.4 else model[0](rows())
 
 
-def replay_buffer(step: int) -> Tensor:
-    kept.append(torch.randn(ROWS, WIDTH, device="cuda"))
-    return deep(rows())
-
-
 def retry_after_an_error(step: int) -> Tensor:
     def check(loss: Tensor) -> None:
         if loss > 0.5:  # here
@@ -302,18 +205,6 @@ def root_of_a_float(step: int) -> Tensor:
     while deviation > 0.1:
         x, deviation = deep(x), deviation / 4
     return model[0](x)
-
-
-def running_average(step: int) -> Tensor:
-    history["loss"] = 0.9 * history.get("loss", 0.0) + float(drawn(1) + 1.0)  # here
-    return deep(rows(ROWS if history["loss"] > 0.5 else 512))
-
-
-def sampled_depth(step: int) -> Tensor:
-    x, depth = rows(), 1 + int(torch.rand((), device=where).item() * 8)  # here
-    for layer in model[:depth]:
-        x = layer(x)
-    return x
 
 
 def sampled_integer(step: int) -> Tensor:
@@ -347,14 +238,6 @@ def size_from_a_float(step: int) -> Tensor:
     return deep(rows(math.ceil(ROWS * share.item())))  # here
 
 
-def step_is_skipped(step: int) -> Tensor:
-    norm, x = drawn(1) + 0.5, deep(rows())
-    if norm.item() < 0.1:  # here
-        return x
-    kept.append(x.detach())
-    return x
-
-
 def tensor_of_numbers(step: int) -> Tensor:
     shares = torch.tensor([(drawn(1) / 2 + 0.5).item() for _ in range(4)])  # here
     return deep(rows(int(ROWS * shares.mean())))
@@ -386,12 +269,6 @@ def two_conditions(step: int) -> Tensor:
     return model[0](x)
 
 
-def unfrozen_later(step: int) -> Tensor:
-    if step in (0, 20):
-        model[:7].requires_grad_(step == 20)
-    return deep(rows())
-
-
 def until_nothing_is_unfinished(step: int) -> Tensor:
     left = torch.arange(20, device=where) + torch.randint(1, 3, (1,), device=where)
     x, done = rows(), 0
@@ -403,14 +280,6 @@ def until_nothing_is_unfinished(step: int) -> Tensor:
         if not unfinished.any() or done == 24:  # here
             break
     return x
-
-
-def warm_up_until_stable(step: int) -> Tensor:
-    history, x = drawn(8), rows()
-    stable = history.std().item() < 0.9  # here
-    if stable:
-        x = deep(x)
-    return model[0](x)
 
 
 def while_any(step: int) -> Tensor:
@@ -425,14 +294,6 @@ def wider_with_the_loss(step: int) -> Tensor:
     for value in (drawn(4).sort(descending=True).values + 1.0).tolist():  # here
         plateau.step(value)
     return deep(rows(ROWS if plateau.optimizer.param_groups[0]["lr"] < 1e-3 else 512))
-
-
-def window_of_two_numbers(step: int) -> Tensor:
-    ratio, x = drawn(8).mean() * 0.01 + 1.0, rows()
-    divergence = (ratio - 0.999).item()  # here
-    if 0.9 < ratio.item() < 1.1 and divergence < 0.015:  # here
-        x = deep(x)
-    return model[0](x)
 
 
 def train(forward: Callable[[int], Tensor], steps: int) -> None:

@@ -23,7 +23,7 @@ from gpu_rehearsal.report.result import RehearsalResult
 from gpu_rehearsal.sweep import in_parallel
 from tests.conftest import Rehearse, run_program
 from tests.processes import skip_without_null_device
-from tests.test_rehearse import TRAINS, WEIGHTS
+from tests.scripts import TRAINS, WEIGHTS
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "ci"
 GIB = 2**30

@@ -28,7 +28,7 @@ def rehearsed(folder: Path, script: str, *options: str) -> dict[str, Any]:
     return {**answer, "errors": ended.stderr}
 
 
-ON_ONE_CARD = """
+FEATURES = """
 # kernels of Triton and CUB, and CUDA graphs
 import triton, triton.language as tl
 @triton.jit
@@ -65,14 +65,44 @@ step(torch.compile(torch.nn.Linear(1024, 1024, device="cuda"), mode="max-autotun
 scores, labels = torch.zeros(64, 10, device="cuda", requires_grad=True), torch.randint(10, (64,)).cuda() + 0
 labels = torch.nn.functional.pad(labels[1:], (0, 1), value=-100)
 torch.compile(torch.nn.functional.cross_entropy)(scores, labels).backward()
+
+# numbers in nested lists become a tensor, and tensors that are sparse or have no dimensions can be reduced
+one, two = torch.tensor(1.0), torch.tensor(2.0)
+assert torch.tensor([one, two]).tolist() == [1.0, 2.0]
+assert torch.as_tensor(([one], (two,)), device="cuda").shape == (2, 1)
+sparse, single = torch.eye(64).to_sparse().cuda(), torch.ones((), device="cuda")
+assert torch.sparse.sum(sparse, 0).shape == sparse.long().sum(0).shape == (64,)
+assert single.argsort().shape == single.argmax().shape == ()
+
+# TorchScript
+@torch.jit.script
+def doubled(x: torch.Tensor, rows: int) -> torch.Tensor:
+    return 2 * x.sum() + torch.arange(rows, device=x.device).sum()
+doubled(torch.ones(2**20, device="cuda"), 7)
+
+# NVML and nvidia-smi report the card
+import ctypes, subprocess
+assert "4090" in torch.cuda.get_device_name(), torch.cuda.get_device_name()
+nvml, card, memory = ctypes.CDLL("libnvidia-ml.so.1"), ctypes.c_void_p(), (ctypes.c_uint64 * 3)()
+assert nvml.nvmlDeviceGetHandleByIndex_v2(0, ctypes.byref(card)) == 0
+assert nvml.nvmlDeviceGetMemoryInfo(card, memory) == 0
+free, total = torch.cuda.mem_get_info()
+assert list(memory) == [total, free, total - free]
+query = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+for chosen, count in ([], 2), (["-i", "0,1"], 2), (["-i", "1"], 1):
+    sizes = [int(each) for each in subprocess.check_output([*query, *chosen], text=True, timeout=60).split()]
+    assert sizes == [total >> 20] * count, sizes
+
+# an optimizer may be compiled
+torch.compile(step(torch.nn.Linear(1024, 1024, device="cuda")).step, backend="eager")()
 """
 
 
-def test_kernels_masks_graphs_and_autotuning_run_on_a_card_between_compiled_capabilities(
+def test_features_of_torch_run_on_a_card_between_compiled_capabilities(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
-    assert "AUTOTUNE" not in rehearsed(tmp_path, ON_ONE_CARD, "--gpu", "4090")["errors"]
+    assert "AUTOTUNE" not in rehearsed(tmp_path, FEATURES, "--gpu", "4090", "--devices", "2")["errors"]
 
 
 SPAWNED = """

@@ -1,0 +1,66 @@
+"""Options of the command, and what it prints if the machine is at fault."""
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+from gpu_rehearsal.command import main
+from tests.conftest import Rehearse
+from tests.processes import skip_without_null_device
+from tests.scripts import ONE_STEP
+
+
+@pytest.mark.parametrize(
+    ("variables", "words", "expected"),
+    [
+        ({"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}, (), "only torch's own caching allocator can be rehearsed"),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "backend:cudaMallocAsync"}, (), "only torch's own caching allocator"),
+        ({}, ("--rank", "1"), "there is no rank 1: the last of 1 is 0"),
+        ({}, ("--memory", "1GB"), "the GPU has 0.931 GiB, of which 1.3 GiB are not for tensors"),
+        ({}, ("--memory", "80"), "memory: '80' is neither an amount of memory nor a fraction; allowed"),
+        ({}, ("--gpu", "h1000"), "unknown GPU 'h1000'"),
+        ({}, ("--ranks", "0"), "argument --ranks: 0 is not a whole number from 1"),
+        ({}, ("--ranks", "1,x"), "x is not a whole number from 1"),
+        ({}, ("--steps", "-1"), "argument --steps: -1 is not a whole number from 0"),
+        ({}, ("--devices", "17"), "argument --devices: invalid choice: 17"),
+        ({}, ("--fixed", "12=512"), "argument --fixed: 12=512 is not a line and a number, as in train.py:12=512"),
+        ({}, ("--", "deepspeed", "--num_gpus", "8", "train.py"), "cannot be followed: rehearse train.py "),
+        ({}, ("--jobs", "2"), "--jobs needs --cases"),
+        ({}, ("--update-peaks",), "--update-peaks needs --cases"),
+        ({}, ("--cases", "fits.toml", "--gpu", "4090"), "--cases reads gpu from its file"),
+        ({}, ("--cases", "fits.toml"), "--cases reads the command from its file"),
+    ],
+)
+def test_invalid_options_are_refused_before_the_script_runs(
+    variables: dict[str, str], words: tuple[str, ...], expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    skip_without_null_device()
+    (tmp_path / "train.py").write_text("raise ValueError")
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(SystemExit) as left:
+        main([*words, "--", str(tmp_path / "train.py")])
+    assert left.value.code == 2
+    assert expected in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_torch_that_cannot_be_imported_is_named(rehearse: Rehearse, tmp_path: Path) -> None:
+    (tmp_path / "torch").mkdir()
+    shutil.copy(Path(torch.__file__).with_name("version.py"), tmp_path / "torch")
+    (tmp_path / "torch" / "__init__.py").write_text("raise ImportError('libcudart is missing')")
+    answer = rehearse(ONE_STEP, variables={"PYTHONPATH": str(tmp_path)})
+    assert (answer.status, answer.found["fits"]) == (2, None)
+    assert "ImportError: libcudart is missing" in answer.found["verdict"]
+
+
+def test_unwritable_report_is_an_error(rehearse: Rehearse, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = subprocess.run
+    with Path("/dev/full").open("w") as full:
+        to_full = {"capture_output": False, "stdout": full, "stderr": subprocess.PIPE}
+        monkeypatch.setattr("subprocess.run", lambda *args, **kwargs: run(*args, **kwargs | to_full))
+        answer = rehearse(ONE_STEP, status=2)
+    assert answer.printed.splitlines()[-1].startswith("error: stdout: No space left on device")
