@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from textwrap import dedent
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -29,11 +30,13 @@ EXAMPLE = Path(__file__).parents[1] / "examples" / "ci"
 GIB = 2**30
 
 
-def files_of(page: Path) -> dict[str, str]:
-    """Return the blocks whose first line is a comment with the name of a file, by that name."""
-    return dict(
-        re.findall(r"^```\w+\n# ([\w.]+)\n(.*?)^```$", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
-    )
+def rehearse_cases(folder: Path, cases: str, status: int) -> tuple[list[dict[str, Any]], str]:
+    """Rehearse cases of train.py and other scripts; return the rows and the output of the scripts."""
+    (folder / "train.py").write_text(dedent(TRAINS))
+    (folder / "fits.toml").write_text(cases)
+    ended = run_program(folder, "rehearse", "--cases", "fits.toml", "--format", "json")
+    assert ended.returncode == status, ended.stdout + ended.stderr
+    return json.loads(ended.stdout), ended.stderr
 
 
 def test_python_returns_what_the_command_prints(
@@ -70,15 +73,15 @@ def test_invalid_argument_is_an_error_before_the_script_starts(options: dict[str
 
 @pytest.mark.smoke
 def test_larger_config_is_reported_by_kind_and_a_killed_script_does_not_end_the_other_cases(tmp_path: Path) -> None:
-    assert files_of(EXAMPLE.parents[1] / "docs" / "ci.md")["fits.toml"] == (EXAMPLE / "fits.toml").read_text()
+    page = (EXAMPLE.parents[1] / "docs" / "ci.md").read_text()
+    assert f"# fits.toml\n{(EXAMPLE / 'fits.toml').read_text()}```" in page
     shutil.copytree(EXAMPLE, folder := tmp_path / "repository")
     killed = 'name = "killed"\ncommand = "killed.py"'
     (folder / "fits.toml").write_text(f"{(folder / 'fits.toml').read_text()}\n[[case]]\n{killed}\n")
     (folder / "killed.py").write_text("import os\nos.kill(os.getpid(), 9)\n")
     medium = folder / "configs" / "medium.json"
     medium.write_text(medium.read_text().replace('"vocabulary": 32000', '"vocabulary": 53248'))
-    words = ("--cases", "fits.toml", "--jobs", "2")
-    ended = run_program(folder, "rehearse", *words)
+    ended = run_program(folder, "rehearse", "--cases", "fits.toml", "--jobs", "2")
     assert ended.returncode == 2, ended.stderr
     table = ended.stdout.partition("\n\n")[0]
     small, _, medium_row, _, killed_row = table.splitlines()[1:]
@@ -88,8 +91,6 @@ def test_larger_config_is_reported_by_kind_and_a_killed_script_does_not_end_the_
     assert re.search(r" no answer .* killed, h100  <- NOT AS EXPECTED$", killed_row)
     assert f"\nmedium, a100-40: {grown} GiB (" in ended.stdout
     assert re.search(rf"allocated in all .* \+{grown} GiB", ended.stdout)
-    assert "activations and other" in ended.stdout
-    assert ended.stdout.count("signal 9") == 1
 
 
 CRASHES = """
@@ -126,13 +127,10 @@ LEAVES_THINGS = """
 
 
 def test_cases_share_imports_and_nothing_else(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(dedent(LEAVES_THINGS) + dedent(TRAINS))
-    (tmp_path / "fits.toml").write_text(
-        "[[case]]\ncommand = 'train.py 100 600'\ngpu = ['a100-40', 'h100']\nranks = [1, 2]\nmemory_overhead = '2GiB'\n"
-    )
-    ended = run_program(tmp_path, "rehearse", "--cases", "fits.toml", "--format", "json")
-    assert ended.returncode == 0, ended.stdout + ended.stderr
-    together, seen = json.loads(ended.stdout), (tmp_path / "seen.txt").read_text().splitlines()
+    (tmp_path / "leaves.py").write_text(dedent(LEAVES_THINGS) + dedent(TRAINS))
+    sizes = "gpu = ['a100-40', 'h100']\nranks = [1, 2]\nmemory_overhead = '2GiB'"
+    together, _ = rehearse_cases(tmp_path, f"[[case]]\ncommand = 'leaves.py 100 600'\n{sizes}\n", 0)
+    seen = (tmp_path / "seen.txt").read_text().splitlines()
     assert len({line.split()[0] for line in seen}) == 1
     assert {line.split(maxsplit=1)[1] for line in seen} == {
         f"(None, None) {row['ranks']} {row['usable_bytes']} {8 + (row['gpu'] == 'h100')}" for row in together
@@ -140,7 +138,7 @@ def test_cases_share_imports_and_nothing_else(tmp_path: Path) -> None:
     wait_until(lambda: not Path("/proc", (tmp_path / "child.txt").read_text()).exists(), 20)
     alone = run_program(
         tmp_path, "rehearse", "--gpu", "h100", "--ranks", "2", "--memory-overhead", "2GiB",
-        "--format", "json", "--", "train.py", "100", "600",
+        "--format", "json", "--", "leaves.py", "100", "600",
     )  # fmt: skip
     peaks = json.loads(alone.stdout)["rank_peaks"][0]
     assert [together[-1][name] for name in ("allocated_bytes", "reserved_bytes")] == [*peaks.values()][1:]
@@ -149,16 +147,10 @@ def test_cases_share_imports_and_nothing_else(tmp_path: Path) -> None:
 
 def test_case_that_does_not_end_is_killed_after_its_timeout(tmp_path: Path) -> None:
     (tmp_path / "loops.py").write_text("while True: pass\n")
-    (tmp_path / "train.py").write_text(dedent(TRAINS))
-    (tmp_path / "fits.toml").write_text(
-        "[[case]]\ncommand = 'loops.py'\ntimeout = 0.5\n[[case]]\ncommand = 'train.py 100'\ntimeout = 60\n"
-    )
-    ended = run_program(tmp_path, "rehearse", "--cases", "fits.toml", "--format", "json")
-    looping, training = json.loads(ended.stdout)
-    assert (ended.returncode, training["fits"]) == (2, True)
-    assert looping["verdict"] == (
-        "no answer: the script did not end within 0.5 s and was killed in step 1: raise --timeout"
-    )
+    cases = "[[case]]\ncommand = 'loops.py'\ntimeout = 0.5\n[[case]]\ncommand = 'train.py 100'\ntimeout = 60\n"
+    (looping, training), _ = rehearse_cases(tmp_path, cases, 2)
+    assert (looping["fits"], training["fits"]) == (None, True)
+    assert "did not end within 0.5 s and was killed in step 1: raise --timeout" in looping["verdict"]
 
 
 PRINTS_PID = "print(getattr(child, 'pid', ''), file=open('child.txt', 'a'), end='')"
@@ -171,7 +163,6 @@ DISTURBS = {
 
 def test_script_does_not_disturb_the_next_case(tmp_path: Path) -> None:
     skip_without_null_device()
-    (tmp_path / "train.py").write_text(dedent(TRAINS))
     cases = []
     for at, (name, line) in enumerate(DISTURBS.items()):
         end = "os.kill(os.getpid(), 9)" if "prints" in name else "time.sleep(600)"
@@ -180,19 +171,16 @@ def test_script_does_not_disturb_the_next_case(tmp_path: Path) -> None:
         cases += [f"[[case]]\nname = '{name}'\ncommand = '{at}.py'", f"[[case]]\nname = '{at}'\ncommand = 'train.py 9'"]
     (tmp_path / "crashes.py").write_text("print('my own output')\nraise ValueError\n")
     cases.append("[[case]]\nname = 'crashes'\ncommand = 'crashes.py'")
-    (tmp_path / "fits.toml").write_text(
-        "[defaults]\ntimeout = 2\n" + "\n".join(cases).replace("9'", "9'\ntimeout = 90")
-    )
-    words = ("rehearse", "--cases", "fits.toml", "--format", "json")
+    text = "[defaults]\ntimeout = 2\n" + "\n".join(cases).replace("9'", "9'\ntimeout = 90")
     try:
-        ended = run_program(tmp_path, *words)
-        rows = {row["case"]: row for row in json.loads(ended.stdout)}
+        found, errors = rehearse_cases(tmp_path, text, 2)
     finally:
         os.killpg(int((tmp_path / "child.txt").read_text()), signal.SIGKILL)
-    assert [rows[f"{at}, h100"]["fits"] for at in range(3)] == [True] * 3, ended.stderr
+    rows = {row["case"]: row for row in found}
+    assert [rows[f"{at}, h100"]["fits"] for at in range(3)] == [True] * 3, errors
     assert "signal 9" in rows["kills the process that imports torch, h100"]["verdict"]
     assert "did not end within 2 s" in rows["leaves its process group, h100"]["verdict"]
-    output = ended.stderr.partition("output of crashes, h100:")[2].partition(", h100: ")[0]
+    output = errors.partition("output of crashes, h100:")[2].partition(", h100: ")[0]
     assert "my own output" in output
     assert "of another case" not in output
 

@@ -2,7 +2,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from textwrap import dedent
 from typing import Any, NamedTuple
@@ -13,9 +13,8 @@ from tests.null.processes import skip_without_null_device
 
 
 class Answer(NamedTuple):
-    status: int
     found: Any
-    """The result as JSON or as text."""
+    """The result."""
     printed: str
     """The output of the script."""
 
@@ -23,32 +22,17 @@ class Answer(NamedTuple):
 Rehearse = Callable[..., Answer]
 
 
-def run_program(folder: Path, *words: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    """Run a program of this environment in a folder; skip the test if null devices are unavailable."""
-    skip_without_null_device()
-    program = str(Path(sys.executable).with_name(words[0]))
-    return subprocess.run(
-        [program, *words[1:]], cwd=folder, capture_output=True, text=True, timeout=300,
-        env={**os.environ, "OMP_NUM_THREADS": "1", **variables},
-    )  # fmt: skip
-
-
 @pytest.fixture
 def rehearse(tmp_path: Path) -> Rehearse:
-    """Return `rehearse(script, *options, command=[...])`, which saves the script as train.py, rehearses it and, with
-    `status=...`, checks the status."""
-    skip_without_null_device()  # before a test replaces subprocess.run, which builds the library
+    """Return `rehearse(*words)`, which runs the command beside a script, train.py, and checks its status."""
+    skip_without_null_device()
 
-    def run(
-        script: str, *options: str, command: tuple[str, ...] = ("train.py",), json_format: bool = True,
-        variables: Mapping[str, str] | None = None, status: int | None = None,
-    ) -> Answer:  # fmt: skip
+    def run(*words: str, script: str = "", status: int = 0) -> Answer:
         (tmp_path / "train.py").write_text(dedent(script))
-        as_json = ("--format", "json") if json_format else ()
-        words = ("rehearse", *options, *as_json, "--", *command)
-        answer = run_program(tmp_path, *words, **(variables or {}))
-        assert status is None or answer.returncode == status, answer.stderr
-        found = json.loads(answer.stdout) if json_format and answer.stdout else answer.stdout
-        return Answer(answer.returncode, found, answer.stderr)
+        program = [Path(sys.executable).with_name("rehearse"), "--format", "json", *words]
+        variables = {**os.environ, "OMP_NUM_THREADS": "1"}
+        ended = subprocess.run(program, cwd=tmp_path, env=variables, capture_output=True, text=True, timeout=300)
+        assert ended.returncode == status, ended.stderr
+        return Answer(json.loads(ended.stdout), ended.stderr)
 
     return run

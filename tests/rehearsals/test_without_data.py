@@ -5,12 +5,11 @@ import os
 import re
 import signal
 import threading
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-from gpu_rehearsal import rehearse
+from gpu_rehearsal import rehearse as rehearse_here
 from gpu_rehearsal.gpus import Gpu
 from gpu_rehearsal.report.record import COMPARED
 from gpu_rehearsal.report.result import RehearsalResult
@@ -18,7 +17,7 @@ from gpu_rehearsal.sweep import compare
 from omegaconf import OmegaConf
 
 from tests.null.processes import skip_without_null_device
-from tests.rehearsals.conftest import run_program
+from tests.rehearsals.conftest import Rehearse
 from tests.rehearsals.two_ranks import GPU, SIZES, command, errors_and_flushes, rehearsed, trained
 from torchtune_adaptive.config.command_line import locate
 from torchtune_adaptive.errors import ConfigError
@@ -27,20 +26,16 @@ from torchtune_adaptive.rehearsing import with_stand_ins
 GIB = 2**30
 
 
-def answer(recipe: str, config: str, *words: str, memory: str) -> Any:
-    program = ("rehearse", "--without-data", "--format", "json")
-    options = ("--memory", memory, "--ranks", "2", "--steps", "2", "--", "tune", "run")
-    config_words = (recipe, "--config", config, "device=cuda", "adaptive.memory_limit=null", *words)
-    ended = run_program(Path.cwd(), *program, *options, *config_words)
-    assert ended.returncode == 0, ended.stderr
-    return json.loads(ended.stdout)
+def options(recipe: str, config: str, *words: str, memory: str) -> tuple[str, ...]:
+    command = ("tune", "run", recipe, "--config", config, "device=cuda", "adaptive.memory_limit=null", *words)
+    return "--without-data", "--memory", memory, "--ranks", "2", "--steps", "2", "--", *command
 
 
 @pytest.mark.smoke
-def test_predicted_memory_is_that_of_a_run_with_the_chosen_batch_size() -> None:
+def test_predicted_memory_is_that_of_a_run_with_the_chosen_batch_size(rehearse: Rehearse) -> None:
     words = (*SIZES, "adaptive.sequence_length=512", "gradient_accumulation_steps=1")
-    full = partial(answer, "adaptive_full_finetune_distributed", "adaptive/demo/full", *words, memory="6GiB")
-    chosen = full("use_maximum_batch_size=True")
+    full = options("adaptive_full_finetune_distributed", "adaptive/demo/full", *words, memory="6GiB")
+    chosen = rehearse(*full, "use_maximum_batch_size=True").found
     (search,) = chosen["searches"]
     rows = search["result"]["rows"]
     assert rows > 8
@@ -48,7 +43,7 @@ def test_predicted_memory_is_that_of_a_run_with_the_chosen_batch_size() -> None:
     assert not re.search(r"\d s\b", search["text"])  # no time, since no kernel has run
     most = max(step["reserved_bytes"] for step in chosen["steps"])
     assert most <= chosen["usable_bytes"] == 3 * GIB
-    given = full("use_maximum_batch_size=False", f"batch_size={rows}")
+    given = rehearse(*full, "use_maximum_batch_size=False", f"batch_size={rows}").found
     assert (given["fits"], given["searches"]) == (True, [])
     # the run starts with an empty cache
     assert max(step["reserved_bytes"] for step in given["steps"]) == pytest.approx(most, rel=0.03)
@@ -63,10 +58,9 @@ def test_predicted_memory_is_that_of_a_run_with_the_chosen_batch_size() -> None:
         ("ppo_full_finetune", "ppo", {"generate", "train policy", "train value"}),
     ],
 )
-def test_every_recipe_has_a_prediction_by_stage(recipe: str, config: str, stages: set[str]) -> None:
-    found = answer(
-        f"adaptive_{recipe}_distributed", f"adaptive/demo/{config}", "use_maximum_batch_size=True", memory="4GiB"
-    )
+def test_every_recipe_has_a_prediction_by_stage(rehearse: Rehearse, recipe: str, config: str, stages: set[str]) -> None:
+    names = f"adaptive_{recipe}_distributed", f"adaptive/demo/{config}", "use_maximum_batch_size=True"
+    found = rehearse(*options(*names, memory="4GiB")).found
     assert stages <= {search["stage"] for search in found["searches"] if search["result"]["rows"]}
     assert (found["time"] is None) == (config == "ppo"), "in PPO's rehearsed steps, answers end at once"
 
@@ -107,7 +101,7 @@ def test_ranks_that_were_not_compared_have_no_answer(tmp_path: Path) -> None:
 def rehearse_and_end_parent(words: list[str], card: Gpu, ranks: int) -> RehearsalResult:
     if ranks == 1:
         threading.Timer(1, os.kill, (os.getppid(), signal.SIGTERM)).start()
-    return rehearse(words, card, ranks, steps=2, without_data=True, quiet=True)
+    return rehearse_here(words, card, ranks, steps=2, without_data=True, quiet=True)
 
 
 def test_signal_ends_all_rehearsals() -> None:

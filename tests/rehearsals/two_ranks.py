@@ -9,6 +9,7 @@ repeat its step.
 import math
 import os
 import random
+import runpy
 import subprocess
 import sys
 import tempfile
@@ -20,6 +21,7 @@ from pathlib import Path
 from gpu_rehearsal.device import environment
 from gpu_rehearsal.gpus import GPUS
 from gpu_rehearsal.processes.start import rehearse_once
+from gpu_rehearsal.recording.steps import StepRecorder
 from gpu_rehearsal.report.result import RehearsalResult
 from gpu_rehearsal.settings import RankSettings, overhead_of
 from omegaconf import OmegaConf
@@ -75,7 +77,7 @@ def trained(steps: int, *, alike: bool) -> list[RehearsalResult]:
     usable_bytes = GPU.memory - overhead_bytes
     with training(alike=alike) as folder:
         launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(RANKS)]
-        rank = ["-m", "tests.rehearsals.one_rank", str(folder), str(steps + 1), RECIPE]
+        rank = ["-m", "tests.rehearsals.two_ranks", str(folder), str(steps + 1), RECIPE]
         subprocess.run(
             [*launcher, *rank, "--config", str(folder / "config.yaml")],
             env={**os.environ, **environment(memory=usable_bytes, devices=RANKS), "OMP_NUM_THREADS": "1"},
@@ -86,6 +88,13 @@ def trained(steps: int, *, alike: bool) -> list[RehearsalResult]:
         about = {"usable_bytes": usable_bytes, "overhead_bytes": overhead_bytes, "ranks": RANKS, "status": 0}
         ranks = [RehearsalResult.read(folder / f"rank{rank}.jsonl", rank=rank, **about) for rank in range(RANKS)]
         return [replace(rank, steps=rank.steps[:steps]) for rank in ranks]
+
+
+def run_rank(folder: str, steps: str, recipe: str, *args: str) -> None:
+    """Run a recipe as one rank, and record its steps."""
+    sys.argv = [recipe, *args]
+    with StepRecorder(Path(folder) / f"rank{os.environ['RANK']}.jsonl", RankSettings(steps=int(steps))):
+        runpy.run_module(recipe, run_name="__main__", alter_sys=True)
 
 
 def errors_and_flushes(found: RehearsalResult) -> list[tuple[int, int]]:
@@ -119,4 +128,7 @@ def main(steps: int = 200) -> None:
 
 
 if __name__ == "__main__":
-    main(*map(int, sys.argv[1:]))
+    if "RANK" in os.environ:
+        run_rank(*sys.argv[1:])
+    else:
+        main(*map(int, sys.argv[1:]))
