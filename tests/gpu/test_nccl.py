@@ -1,4 +1,4 @@
-"""Steps of several ranks recover over NCCL, with one GPU for each rank or with all on one GPU, and over gloo."""
+"""Steps of several ranks recover over NCCL, with one GPU for each rank or with all on one GPU."""
 
 import os
 from dataclasses import replace
@@ -23,10 +23,10 @@ CASES_OVER_NCCL = (
 )
 
 
-def sweep_over(backend: str, case: Scenario, folder: str) -> Outcome:
+def sweep_over_nccl(case: Scenario, folder: str) -> Outcome:
     os.environ["NULL_CUDA_RECORD"] = folder  # on a null device, to split communicators
     os.environ["NCCL_MULTI_RANK_GPU_ENABLE"] = "1"  # NCCL 2.30 allows several ranks on one GPU
-    dist.init_process_group(backend, timeout=timedelta(seconds=120))
+    dist.init_process_group("cuda:nccl,cpu:gloo", timeout=timedelta(seconds=120))
     use_gpu()
     return sweep(case, SAMPLED)
 
@@ -36,18 +36,6 @@ def test_gradient_after_recovery_over_nccl_is_bitwise_that_of_plain_fsdp(
     cuda: str, case: Scenario, tmp_path: Path
 ) -> None:
     """On a null device, gradients are not compared."""
-    given = ("cuda:nccl,cpu:gloo", case, str(tmp_path))
-    for outcome in run_on_ranks(case.world_size, sweep_over, *given, timeout_s=60, in_group=False):
-        assert outcome == (SAMPLED, SAMPLED, 0, 0)
-
-
-@pytest.mark.real_gpu
-@pytest.mark.parametrize("name", ["tensor parallel", "tensor parallel and sharded"])
-def test_gradient_after_recovery_over_gloo_is_bitwise_that_of_plain_tensor_parallelism(
-    cuda: str, name: str, tmp_path: Path
-) -> None:
-    case = SCENARIOS[name]
-    for outcome in run_on_ranks(
-        case.world_size, sweep_over, "gloo", case, str(tmp_path), timeout_s=120, in_group=False
-    ):
+    given = (case, str(tmp_path))
+    for outcome in run_on_ranks(case.world_size, sweep_over_nccl, *given, timeout_s=60, in_group=False):
         assert outcome == (SAMPLED, SAMPLED, 0, 0)

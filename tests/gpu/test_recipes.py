@@ -9,7 +9,7 @@ import pytest
 
 from tests.gpu.real_steps import side_by_side, use
 from tests.ranks import run_on_ranks
-from tests.recipes.recorders import read_log, search_results
+from tests.recipes.recorders import read_log
 from tests.recipes.running import demo_config, load_stock, run_ours
 
 SIZES = {"embed_dim": 512, "intermediate_dim": 1024, "vocab_size": 32_768}
@@ -106,17 +106,3 @@ def test_losses_are_those_of_the_stock_recipe(runs: Mapping[str, Future[Runs]], 
     run_on_ranks(1, train_stock, "full", tmp_path / "stock", timeout_s=120, in_group=False)
     stock = [step["loss"] for step in read_log(tmp_path / "stock" / "log.jsonl")]
     assert runs["full"].result().losses() == pytest.approx(stock, rel=1e-3)
-
-
-def search(folder: Path) -> None:
-    limits = ("use_maximum_batch_size=True", "adaptive.memory_limit=4GiB", "adaptive.accumulation=keep")
-    train("full", folder, *limits, "batch_size=2", "gradient_accumulation_steps=8")
-
-
-def test_search_trains_with_more_rows_than_configured(cuda: str, tmp_path: Path) -> None:
-    run_on_ranks(1, search, tmp_path / "run", timeout_s=120, in_group=False)
-    log = read_log(tmp_path / "run" / "log.jsonl")
-    assert len(log) == STEPS
-    assert log[-1]["microbatch_rows"] > 2
-    assert log[-1]["oom_recoveries"] == 0
-    assert search_results(tmp_path / "run" / "out")[""]["rows"] > 2
