@@ -39,6 +39,7 @@ def rehearse_cases(folder: Path, cases: str, status: int) -> tuple[list[dict[str
     return json.loads(ended.stdout), ended.stderr
 
 
+@pytest.mark.smoke
 def test_python_returns_what_the_command_prints(
     rehearse: Rehearse, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -56,6 +57,7 @@ def test_python_returns_what_the_command_prints(
     assert kinds["activations and other"] > 3 * 60000 * 4096 * 4
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize(
     ("options", "error"),
     [
@@ -274,6 +276,7 @@ TESTS = """
 """
 
 
+@pytest.mark.smoke
 def test_fixture_of_pytest_fails_a_test_whose_peak_has_grown(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(dedent(TRAINS))
     (tmp_path / "tests").mkdir()

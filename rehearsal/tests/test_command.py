@@ -13,6 +13,7 @@ from tests.processes import skip_without_null_device
 from tests.scripts import ONE_STEP
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize(
     ("variables", "words", "expected"),
     [

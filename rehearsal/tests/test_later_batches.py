@@ -64,6 +64,7 @@ def script(loader: str) -> str:
     return f"{DATA}{stateful}loader = {loader}\n{TRAIN}"
 
 
+@pytest.mark.smoke("a map-style dataset")
 @pytest.mark.parametrize("case", LOADERS)
 def test_larger_later_batch_is_named_with_the_steps_that_reach_it(case: str, rehearse: Rehearse) -> None:
     loader, more = LOADERS[case], 2 * (case == "dictionaries")
@@ -112,6 +113,7 @@ def note(_):
     assert len(list(tmp_path.glob("ended *"))) == 2
 
 
+@pytest.mark.smoke
 def test_elements_are_those_of_tensors_in_lists_dictionaries_and_objects_that_move_to_a_device() -> None:
     from gpu_rehearsal.recording.later_batches import elements_of
 

@@ -13,6 +13,7 @@ from tests.scripts import GIB, ONE_STEP, SHARDED, TRAINS, WEIGHTS
 ROOT = Path(__file__).parents[1]
 
 
+@pytest.mark.smoke
 def test_each_step_has_the_peaks_and_flushes_measured_by_the_script(rehearse: Rehearse) -> None:
     # weights, gradients and moments take 1 GiB; then large blocks of different sizes, which require a flush
     rows = ("100", "60000", "200", "40000", "66000")
@@ -270,6 +271,7 @@ def test_optimizer_that_takes_no_step_is_reported_and_no_answer_if_it_may_still_
     assert whole["verdict"].endswith("; an optimizer took no step")
 
 
+@pytest.mark.smoke
 def test_rehearsal_ends_after_the_requested_steps(rehearse: Rehearse) -> None:
     answer = rehearse(TRAINS, "--steps", "2", command=("train.py", "8", "8", "8"), json_format=False, status=0)
     assert "in the first 2 steps" in answer.found.splitlines()[0]
@@ -325,6 +327,7 @@ DEVICE_MAP = """
 """
 
 
+@pytest.mark.smoke("manual")
 @pytest.mark.parametrize(
     ("script", "mib"),
     [(MANUAL, (16, 128)), (PARALLEL, (512, 256)), (DEVICE_MAP, (500, 500))],

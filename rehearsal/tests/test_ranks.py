@@ -26,6 +26,7 @@ def test_sharded_model_runs_as_one_of_the_requested_ranks_with_any_launcher(rehe
     assert weights // 4 + 2 * whole <= answer.found["steps"][1]["allocated_bytes"] < 2 * weights
 
 
+@pytest.mark.smoke("variable")
 @pytest.mark.parametrize(
     ("launcher", "ranks"),
     [
@@ -54,6 +55,7 @@ def test_number_of_ranks_in_the_script_needs_the_option(rehearse: Rehearse) -> N
     assert "world_size=4: pass --ranks 4" in rehearse(script).found["verdict"]
 
 
+@pytest.mark.smoke
 def test_host_values_are_known_after_a_collective_in_every_step(rehearse: Rehearse) -> None:
     script = """
         import torch, torch.distributed as dist

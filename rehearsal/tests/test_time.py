@@ -71,7 +71,7 @@ TENSOR_PARALLEL = f"""
     ("script", "ranks", "flops"),
     [
         pytest.param(PLAIN, 1, WHOLE, id="eager", marks=pytest.mark.smoke),
-        pytest.param(CHECKPOINTED, 1, WHOLE + RECOMPUTED, id="checkpointed", marks=pytest.mark.smoke),
+        pytest.param(CHECKPOINTED, 1, WHOLE + RECOMPUTED, id="checkpointed"),
         pytest.param(COMPILED, 1, WHOLE, id="compiled"),
         pytest.param(
             PLAIN.replace("zero_grad()", "zero_grad()\n        w = model[0].weight.data; w.addmm_(w, w)"),
@@ -283,6 +283,7 @@ def test_report_states_time_and_limit(rehearse: Rehearse) -> None:
     assert max(map(len, printed.splitlines())) <= 120
 
 
+@pytest.mark.smoke
 def test_cards_and_ranks_give_one_table(rehearse: Rehearse) -> None:
     given = ("--gpu", "4090,h100", "--ranks", "1,2")
     answer = rehearse(SHARDED, *given, "--steps", "2", status=0)
@@ -292,6 +293,7 @@ def test_cards_and_ranks_give_one_table(rehearse: Rehearse) -> None:
     assert all(row["seconds"] > 0 for row in answer.found)
 
 
+@pytest.mark.smoke
 def test_range_in_braces_is_searched(rehearse: Rehearse) -> None:
     script = PLAIN.replace("ROWS, DIM = 2048", "ROWS, DIM = 2**20 * int(sys.argv[1])")
     answer = rehearse(script, "--gpu", "l4", "--steps", "2", command=("train.py", "{1:4}"))

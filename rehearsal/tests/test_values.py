@@ -44,6 +44,7 @@ def test_host_values_are_read_and_values_computed_on_the_card_are_guessed_and_re
     assert sorted(lines_of(answer.found["places_read"])) == marked(script)
 
 
+@pytest.mark.smoke
 def test_values_changed_or_made_unique_on_the_card_are_guessed(rehearse: Rehearse) -> None:
     script = """
         import torch
@@ -329,6 +330,7 @@ SIZED = """
 """
 
 
+@pytest.mark.smoke
 def test_script_that_fits_with_some_values_only_has_no_answer_until_the_value_is_stated(rehearse: Rehearse) -> None:
     answer = rehearse(SIZED, "--memory", "4GiB")
     assert (answer.status, answer.found["guesses"]) == (2, ["train.py:9"])

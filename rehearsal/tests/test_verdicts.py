@@ -27,6 +27,7 @@ except RuntimeError: os.kill(os.getpid(), 9)
 """
 
 
+@pytest.mark.smoke("raises")
 @pytest.mark.parametrize(
     ("script", "verdict"),
     [
@@ -110,6 +111,7 @@ CHILDREN = """
 """
 
 
+@pytest.mark.smoke("a command")
 @pytest.mark.parametrize(
     ("words", "remedy"),
     [(("launcher",), "rehearse that command instead, with --ranks: train.py worker"), ((), "a separate script")],
@@ -158,6 +160,7 @@ def test_signal_ends_background_jobs_and_processes_that_ignore_it(
         assert (len(answer.found["steps"]), answer.found["fits"]) == (2, None)
 
 
+@pytest.mark.smoke
 def test_missing_launcher_is_reported() -> None:
     end = {"allocated_bytes": 0, "reserved_bytes": 0, "flushes": 0, "error": "KeyError: 'LOCAL_RANK'", "notes": []}
     failed = RehearsalResult(10 * GIB, GIB, rank=0, ranks=1, status=1, end=end)

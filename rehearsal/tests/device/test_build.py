@@ -120,6 +120,7 @@ def test_compiler_may_have_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
     assert build().stat().st_size > 0
 
 
+@pytest.mark.smoke
 @pytest.mark.usefixtures("quick")
 def test_damaged_library_is_rebuilt() -> None:
     library = build()

@@ -32,6 +32,7 @@ def counters() -> tuple[int, int, int]:
     return torch.cuda.memory_allocated(), torch.cuda.memory_reserved(), total - free
 
 
+@pytest.mark.smoke
 @on_null_device()
 def test_allocated_and_reserved_bytes_follow_the_allocators_rounding() -> None:
     held, rows = [], []
@@ -99,6 +100,7 @@ def test_managed_memory_counts_as_the_hosts() -> None:
     assert (used_memory() - before, used_memory(managed=True), attributes[0]) == (0, 2**40, managed)
 
 
+@pytest.mark.smoke
 @on_null_device()
 def test_copies_are_exact_and_other_memory_reads_as_zero() -> None:
     assert int(take(GIB)[-1]) == 0

@@ -99,6 +99,7 @@ def test_recurrent_cudnn_layers_are_refused_in_one_line() -> None:
         nn.LSTM(64, 64, device="cuda")
 
 
+@pytest.mark.smoke
 @on_null_device()
 def test_nccl_collectives_return_and_transfer_no_data(tmp_path: Path) -> None:
     rank = int(os.fork() == 0)
