@@ -172,3 +172,4 @@ def test_first_rank_that_fails_decides_and_no_rank_waits_for_it(
     answer = rehearse(FAILS.format(error=error), "--ranks", "3", "--together", "--steps", "5")
     assert (answer.status, answer.found["verdict"][: len(verdict)]) == (status, verdict), answer.printed
     assert [each["rank"] for each in answer.found["rank_peaks"]] == [0, 1, 2]
+    assert status != 3 or "rank 1 raised ValueError: no such data at train.py:13" in answer.found["hang"]["cause"]
