@@ -19,9 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from gpu_rehearsal import rehearse
-from gpu_rehearsal.ci.cases import read_cases
 from gpu_rehearsal.gpus import GPUS
-from gpu_rehearsal.settings import overhead_of
 from gpu_rehearsal.sweep import SweepRow
 
 from benchmarks.results import RESULTS, save
@@ -38,32 +36,26 @@ SAME_MEMORY = {"a100": "h100"}
 RECIPES = {recipe.stock_name: recipe for recipe in (FULL, LORA, FULL_DPO, LORA_DPO)}
 KINDS = {name: name.removesuffix("_distributed").replace("_", " ") for name in RECIPES}
 NOTE = "the largest microbatch that a search finds, and the tokens per second of all ranks: tools/which_config_fits.py"
+FAMILIES = ("llama3_1/", "llama3_2/", "llama3_3/", "mistral/", "gemma2/", "phi4/", "qwen2_5/")
+"""The page shows the newest models of each family; the results contain all."""
 TEXT = """# Which config fits on which GPU
 
-This page has predictions of [rehearsals](rehearsing.md), made without a GPU: how large a microbatch of each torchtune
-config can be, and whether example scripts of TRL, transformers and torchtitan fit. For example, the cell `8 rows,
-10,946` means that a microbatch of 8 rows fits, and that all ranks together train 10,946 tokens per second.
+This table predicts how large a microbatch of each torchtune config can be. It was made without a GPU. For example, the
+cell `8 rows, 22,582` means that a microbatch of 8 rows fits, and that all ranks together train 22,582 tokens per
+second.
 
-For each config, the search of [`--without-data`](rehearsing-recipes.md) found the largest microbatch, rounded down to a
-power of two, on the number of ranks that the comments of the config state. All rows have the stated number of tokens.
-Tokens per second are [estimated](rehearsing.md#time); *no* means that not even one row fits. CUDA and NCCL are assumed
-to need 3 GiB of each GPU. `batch_size` is the config's own number of rows, which are usually shorter. In DPO, a row is
+The search of [`--without-data`](rehearsing-recipes.md) found the largest microbatch, rounded down to a power of two, on
+the number of ranks that the comments of the config state. All rows have {length} tokens, unless the config is marked.
+Tokens per second are [estimated](../rehearsal/docs/time.md); *no* means that not even one row fits. CUDA and NCCL are
+assumed to need 3 GiB of each GPU. An `a100` fits as many rows as an `h100`, and is about half as fast. In DPO, a row is
 a pair. The policy and the reference model have separate microbatches, and the table shows the smaller one.
 
 `python -m tools.which_config_fits` makes this page from [the results](../benchmarks/results/{name}.json) of {date}.
-If you delete them, it repeats the rehearsals, which take {cpu_s:,.0f} CPU seconds.
+They also contain older models. If you delete them, the command repeats the rehearsals, which take {cpu_s:,.0f} CPU
+seconds. Configs with images were not rehearsed.
 """
-
-
-EXAMPLES = RESULTS.parent / "examples"
-"""The folder of files of cases for other projects, each with a text."""
-LARGER, SMALLER = "h100", "4090"
-"""The GPU of most cases, which their names omit, and one of which the page says whether the same peaks fit."""
-OPTION = re.compile(
-    r"--(?:model_name|teacher_model|reward_model|per_device_train|max_\w*length|use_peft|load_in|packing)"
-    r"\S*(?: (?!--)\S+)?"
-)
-"""The options of a command that the page shows."""
+LENGTH = 4096
+SHOWN = ("4090", "a100-40", "h100")
 
 
 def cpu_s() -> float:
@@ -90,7 +82,7 @@ def rehearsed(config: NamedConfig, done: Mapping[str, Any]) -> dict[str, Any]:
     row: dict[str, Any] = {"recipe": config.recipe, "config": config.name, "ranks": ranks_of(config), **done}
     row.setdefault("gpus", {})
     cfg = read_config(config.path, [])
-    row["batch_size"], row["tokens"] = int(cfg.batch_size), length_of(cfg)
+    row["tokens"] = length_of(cfg)
     if "vision" in config.name:
         return row | {"refused": "--without-data has no images"}
     recipe = RECIPES[config.recipe].name
@@ -117,69 +109,20 @@ def cell(answer: Mapping[str, Any] | None) -> str:
 
 
 def page(rows: Iterable[Mapping[str, Any]]) -> str:
-    rows = list(rows)
+    rows = [row for row in rows if "refused" not in row]
     about = json.loads((RESULTS / f"{NAME}.json").read_text(encoding="utf-8"))["machine"]
     spent = [answer["cpu_s"] for row in rows for answer in row["gpus"].values() if answer["cpu_s"]]
-    configs = [each for each in stock_configs() if each.recipe in RECIPES]
-    known = {(row["recipe"], row["config"]) for row in rows}
-    missing = [each for each in configs if (each.recipe, each.name) not in known]
-    lines = [TEXT.format(name=NAME, date=about["date"], cpu_s=sum(spent)).rstrip()]
+    lines = [TEXT.format(name=NAME, date=about["date"], cpu_s=sum(spent), length=LENGTH)]
     for recipe, kind in KINDS.items():
-        shown = [row for row in rows if row["recipe"] == recipe and "refused" not in row]
-        if not shown:
-            continue
-        lines += ["", f"## {kind.capitalize().replace('dpo', 'DPO').replace('Lora', 'LoRA')}", ""]
-        lines += [f"| config | ranks | tokens | batch_size | {' | '.join(CARDS)} |", "|---" * (4 + len(CARDS)) + "|"]
+        lines += [f"## {kind.capitalize().replace('dpo', 'DPO').replace('Lora', 'LoRA')}", ""]
+        lines += [f"| config | ranks | {' | '.join(SHOWN)} |", "|---" * (2 + len(SHOWN)) + "|"]
         of_cells: dict[str, list[str]] = {}
-        for row in shown:
-            cells = [row["ranks"], row["tokens"], row["batch_size"], *(cell(row["gpus"].get(name)) for name in CARDS)]
-            of_cells.setdefault(" | ".join(map(str, cells)), []).append(row["config"])
-        lines += [f"| {', '.join(names)} | {cells} |" for cells, names in of_cells.items()]
-    refused: dict[str, list[str]] = {}
-    for row in rows:
-        if "refused" in row:
-            refused.setdefault(row["refused"], []).append(row["config"])
-    lines += ["", "## What was not rehearsed", ""]
-    lines += [f"- {', '.join(names)}: {why}" for why, names in refused.items()]
-    unanswered = [(row, name, each) for row in rows for name, each in row["gpus"].items() if each["fits"] is None]
-    lines += [
-        f"- {row['config']} ({KINDS[row['recipe']]}) on {name}: {each['verdict']}" for row, name, each in unanswered
-    ]
-    lines += [f"- {each.name} ({KINDS[each.recipe]}): not yet" for each in missing]
-    for name in "trl", "transformers", "torchtitan":
-        lines += examples(EXAMPLES / f"{name}.toml")
-    return "\n".join(lines) + "\n"
-
-
-def fits_smaller(row: Mapping[str, Any]) -> str:
-    """Return whether the peaks of a row fit on the smaller GPU, where the allocator may have to flush its cache."""
-    usable = GPUS[SMALLER].memory - overhead_of(row["ranks"])
-    return "yes" if row["reserved_bytes"] <= usable else "no" if row["allocated_bytes"] > usable else "unknown"
-
-
-def examples(file: Path) -> list[str]:
-    """Return the section of a file of cases, from the output of benchmarks/examples/rehearse.sh."""
-    commands = {case.name: case.options["command"] for case in read_cases(file)}
-    rows = json.loads((RESULTS / f"examples_{file.stem}.json").read_text(encoding="utf-8"))
-    text, _, missing = file.with_suffix(".md").read_text(encoding="utf-8").partition("\n---\n")
-    lines = ["", text.format(cpu_s=sum(row["cpu_s"] for row in rows), count=len(rows)).strip(), ""]
-    lines += [
-        "| case | options | allocated | reserved | tokens/s | fits on 4090 |",
-        "|---" * 6 + "|",
-    ]
-    for row in (row for row in rows if row["fits"] is not None and "debug" not in row["case"]):
-        allocated, reserved = (f"{row[f'{each}_bytes'] / 2**30:.2f} GiB" for each in ("allocated", "reserved"))
-        rate = f"{row['tokens_per_second']:,.0f}" if row["fits"] else "does not fit"
-        options = " ".join(OPTION.findall(commands[row["case"]])).replace("--model_name_or_path ", "").replace("--", "")
-        cells = [row["case"].removesuffix(f", {LARGER}"), options, allocated, reserved, rate, fits_smaller(row)]
-        lines.append(f"| {' | '.join(cells)} |")
-    failed = [
-        f"- {row['case'].rpartition(', ')[0]}: {re.sub(r' at [^ ]+:[0-9]+', '', row['verdict'])}"
-        for row in rows
-        if row["fits"] is None
-    ]
-    later = [name.rpartition(", ")[0] for name in commands.keys() - {row["case"] for row in rows}]
-    return [*lines, "", missing.strip(), *failed, *[f"- not yet: {'; '.join(sorted(later))}"] * bool(later)]
+        for row in (row for row in rows if row["recipe"] == recipe and row["config"].startswith(FAMILIES)):
+            name = row["config"] + f" ({row['tokens']} tokens)" * (row["tokens"] != LENGTH)
+            cells = [row["ranks"], *(cell(row["gpus"].get(name)) for name in SHOWN)]
+            of_cells.setdefault(" | ".join(map(str, cells)), []).append(name)
+        lines += [*(f"| {', '.join(names)} | {cells} |" for cells, names in of_cells.items()), ""]
+    return "\n".join(lines)
 
 
 def main() -> None:

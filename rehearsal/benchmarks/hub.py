@@ -1,6 +1,6 @@
 """Makes what example scripts of TRL, transformers and torchtitan load: models without weights, and rows of data.
 
-python benchmarks/examples/hub.py FOLDER
+python benchmarks/hub.py FOLDER
 """
 
 from __future__ import annotations

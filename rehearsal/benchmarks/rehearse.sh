@@ -1,6 +1,6 @@
 # Rehearses the cases of trl, transformers or torchtitan in a new folder, which gets the project's sources and generated data:
 #
-#     sh benchmarks/examples/rehearse.sh PROJECT FOLDER > benchmarks/results/examples_PROJECT.json
+#     sh benchmarks/rehearse.sh PROJECT FOLDER > benchmarks/results/PROJECT.json
 #
 # The environment needs torch 2.15.0, transformers 5.23.0, accelerate, datasets and peft. trl also needs bitsandbytes, requests,
 # scikit-learn, joblib and math-verify; transformers needs evaluate, scikit-learn, nltk, rouge_score, sacrebleu and seqeval;

@@ -1,0 +1,76 @@
+"""Write docs/examples.md from the cases in benchmarks/, their texts and their results.
+
+python tools/examples.py    # in the folder rehearsal/; benchmarks/rehearse.sh repeats the rehearsals
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from gpu_rehearsal.ci.cases import read_cases
+from gpu_rehearsal.gpus import GPUS
+from gpu_rehearsal.settings import overhead_of
+
+ROOT = Path(__file__).parent.parent
+PAGE, CASES = ROOT / "docs" / "examples.md", ROOT / "benchmarks"
+PROJECTS = ("trl", "transformers", "torchtitan")
+LARGER, SMALLER = "h100", "4090"
+"""The GPU of most cases, which their names omit, and one of which the page shows whether the same peaks fit."""
+OPTION = re.compile(
+    r"--(?:model_name|teacher_model|reward_model|per_device_train|max_\w*length|use_peft|load_in|packing)"
+    r"\S*(?: (?!--)\S+)?"
+)
+"""The options of a command that the page shows."""
+TEXT = """# Example scripts of other projects
+
+These are [rehearsals](rehearsing.md) of unmodified example scripts of TRL, transformers and torchtitan. Use them to
+compare your script with a similar one, or to see which kinds of scripts were tried.
+
+The column *reserved* shows the peak of reserved memory, and *fits on 4090* whether the same peaks fit on a 4090. It is
+*unknown* if only the reserved memory is larger, because the allocator could release its cache.
+[A script](../benchmarks/rehearse.sh) fetches the sources of a project and repeats its rehearsals:
+
+    sh benchmarks/rehearse.sh trl ../trl > benchmarks/results/trl.json
+
+"""
+
+
+def page() -> str:
+    """Return the text of docs/examples.md."""
+    return TEXT + "\n".join(line for name in PROJECTS for line in section(CASES / f"{name}.toml"))
+
+
+def section(file: Path) -> list[str]:
+    """Return the section of a file of cases."""
+    commands = {case.name: case.options["command"] for case in read_cases(file)}
+    rows = json.loads((CASES / "results" / f"{file.stem}.json").read_text(encoding="utf-8"))
+    text, _, missing = file.with_suffix(".md").read_text(encoding="utf-8").partition("\n---\n")
+    lines = [text.format(cpu_s=sum(row["cpu_s"] for row in rows), count=len(rows)).strip(), ""]
+    lines += ["| case | options | reserved | tokens/s | fits on 4090 |", "|---|---|---|---|---|"]
+    for row in (row for row in rows if row["fits"] is not None and "debug" not in row["case"]):
+        rate = f"{row['tokens_per_second']:,.0f}" if row["fits"] else "does not fit"
+        options = " ".join(OPTION.findall(commands[row["case"]])).replace("--model_name_or_path ", "").replace("--", "")
+        reserved = f"{row['reserved_bytes'] / 2**30:.1f} GiB"
+        cells = [row["case"].removesuffix(f", {LARGER}"), options, reserved, rate, fits_smaller(row)]
+        lines.append(f"| {' | '.join(cells)} |")
+    failed = [
+        f"- {row['case'].rpartition(', ')[0]}: {re.sub(r' at [^ ]+:[0-9]+', '', row['verdict'])}"
+        for row in rows
+        if row["fits"] is None
+    ]
+    later = [name.rpartition(", ")[0] for name in commands.keys() - {row["case"] for row in rows}]
+    return [*lines, "", missing.strip(), *failed, *[f"- not yet: {'; '.join(sorted(later))}"] * bool(later), ""]
+
+
+def fits_smaller(row: Mapping[str, Any]) -> str:
+    """Return whether the peaks of a row fit on the smaller GPU, where the allocator may have to flush its cache."""
+    usable = GPUS[SMALLER].memory - overhead_of(row["ranks"])
+    return "yes" if row["reserved_bytes"] <= usable else "no" if row["allocated_bytes"] > usable else "unknown"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")
