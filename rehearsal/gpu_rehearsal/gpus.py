@@ -1,4 +1,4 @@
-"""GPUs by name: memory as torch reports it, compute capability, and peak rates (sources: docs/rehearsing.md)."""
+"""GPUs by name: memory as torch reports it, compute capability, and peak rates (sources: docs/time.md)."""
 
 from __future__ import annotations
 

@@ -73,7 +73,7 @@ def test_verdict_says_how_many_steps_it_covers() -> None:
 
 
 def test_layer_drop_has_the_report_shown_on_the_page(rehearse: Rehearse) -> None:
-    page = (CORPUS.parents[1] / "docs" / "rehearsing.md").read_text()
+    page = (CORPUS.parents[1] / "docs" / "values.md").read_text()
     (script,) = re.findall(r"```python\n(# train.py\n.*?)```", page, re.DOTALL)
     report = rehearse(script, json_format=False).found.splitlines()
     assert all(f"    {line}\n" in page for line in (report[0], *report[-3:]))

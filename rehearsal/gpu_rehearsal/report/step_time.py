@@ -76,7 +76,7 @@ LINK_EFFICIENCY, COLLECTIVE_S = 0.7, 20e-6
 MEMORY_EFFICIENCY, KERNEL_S, LAUNCH_S = 0.9, 2e-6, 8e-6
 """The fraction of the bandwidth that kernels reach, the shortest kernel, and the host's time to launch a kernel."""
 UNCERTAINTY = 0.8, 1.35
-"""Most measured times are between these multiples of the estimate (see docs/rehearsing.md and docs/measured.md)."""
+"""Most measured times are between these multiples of the estimate (see docs/time.md and docs/measured.md)."""
 
 
 class StepTime(NamedTuple):

@@ -1,4 +1,4 @@
-"""Rehearse every script in tests/foreign/scripts; write the summary of docs/rehearsing.md.
+"""Rehearse every script in tests/foreign/scripts; write the summary of docs/measured.md.
 
 A script states in its comments how it is rehearsed and what must come out:
 
@@ -27,12 +27,12 @@ from typing import NamedTuple
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
-RESULTS = ROOT.parent / "benchmarks" / "results" / "foreign.json"
-PAGE = ROOT / "docs" / "rehearsing.md"
+RESULTS = ROOT / "benchmarks" / "results" / "foreign.json"
+PAGE = ROOT / "docs" / "measured.md"
 BEGIN, END = "<!-- made by tests/foreign -->\n", "<!-- end of tests/foreign -->\n"
 LIBRARIES = (
     "torch", "transformers", "accelerate", "trl", "peft", "bitsandbytes", "deepspeed", "liger-kernel", "lightning",
-    "torchvision", "torchao", "torch-geometric",
+    "diffusers", "timm", "torchvision", "torchao", "torch-geometric", "sentence-transformers",
 )  # fmt: skip
 GIB = 2**30
 LIMIT_S = 300
@@ -121,7 +121,7 @@ def versions() -> dict[str, str]:
 
 
 def summary(results: list[Found]) -> str:
-    """Return the text for docs/rehearsing.md."""
+    """Return the text for docs/measured.md."""
     ratios = [each.peak_gib / each.arithmetic_gib for each in results if each.arithmetic_gib and each.peak_gib]
     spread = f"{min(ratios):.2f} to {max(ratios):.2f} times the sum (median {median(ratios):.2f})"
     used = ", ".join(f"{name} {number}" for name, number in versions().items())

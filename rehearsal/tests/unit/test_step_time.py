@@ -64,7 +64,7 @@ def test_matmul_takes_the_time_of_its_flops_at_the_rate_of_its_type() -> None:
 
 
 def test_measured_times_are_within_the_range_of_the_estimate() -> None:
-    page = (ROOT / "docs" / "rehearsing.md").read_text()
+    page = (ROOT / "docs" / "time.md").read_text()
     rows = re.findall(r"\| (\d+) ms \| (\d+) and (\d+) ms \| ([\d.]+) and ([\d.]+) \|", page)
     assert len(rows) == 4
     for estimated, *measured, low, high in rows:
