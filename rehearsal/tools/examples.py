@@ -7,19 +7,15 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from gpu_rehearsal.ci.cases import read_cases
-from gpu_rehearsal.gpus import GPUS
-from gpu_rehearsal.settings import overhead_of
 
 ROOT = Path(__file__).parent.parent
 PAGE, CASES = ROOT / "docs" / "examples.md", ROOT / "benchmarks"
 PROJECTS = ("trl", "transformers", "torchtitan")
-LARGER, SMALLER = "h100", "4090"
-"""The GPU of most cases, which their names omit, and one of which the page shows whether the same peaks fit."""
+USUAL = "h100"
+"""The GPU of most cases, which their names omit."""
 OPTION = re.compile(
     r"--(?:model_name|teacher_model|reward_model|per_device_train|max_\w*length|use_peft|load_in|packing)"
     r"\S*(?: (?!--)\S+)?"
@@ -30,8 +26,7 @@ TEXT = """# Example scripts of other projects
 These are [rehearsals](rehearsing.md) of unmodified example scripts of TRL, transformers and torchtitan. Use them to
 compare your script with a similar one, or to see which kinds of scripts were tried.
 
-The column *reserved* shows the peak of reserved memory, and *fits on 4090* whether the same peaks fit on a 4090. It is
-*unknown* if only the reserved memory is larger, because the allocator could release its cache.
+The column *reserved* shows the peak of reserved memory. Tokens per second are [estimated](time.md).
 [A script](../benchmarks/rehearse.sh) fetches the sources of a project and repeats its rehearsals:
 
     sh benchmarks/rehearse.sh trl ../trl > benchmarks/results/trl.json
@@ -50,26 +45,15 @@ def section(file: Path) -> list[str]:
     rows = json.loads((CASES / "results" / f"{file.stem}.json").read_text(encoding="utf-8"))
     text, _, missing = file.with_suffix(".md").read_text(encoding="utf-8").partition("\n---\n")
     lines = [text.format(cpu_s=sum(row["cpu_s"] for row in rows), count=len(rows)).strip(), ""]
-    lines += ["| case | options | reserved | tokens/s | fits on 4090 |", "|---|---|---|---|---|"]
+    lines += ["| case | options | reserved | tokens/s |", "|---|---|---|---|"]
     for row in (row for row in rows if row["fits"] is not None and "debug" not in row["case"]):
         rate = f"{row['tokens_per_second']:,.0f}" if row["fits"] else "does not fit"
         options = " ".join(OPTION.findall(commands[row["case"]])).replace("--model_name_or_path ", "").replace("--", "")
         reserved = f"{row['reserved_bytes'] / 2**30:.1f} GiB"
-        cells = [row["case"].removesuffix(f", {LARGER}"), options, reserved, rate, fits_smaller(row)]
+        cells = [row["case"].removesuffix(f", {USUAL}"), options, reserved, rate]
         lines.append(f"| {' | '.join(cells)} |")
-    failed = [
-        f"- {row['case'].rpartition(', ')[0]}: {re.sub(r' at [^ ]+:[0-9]+', '', row['verdict'])}"
-        for row in rows
-        if row["fits"] is None
-    ]
-    later = [name.rpartition(", ")[0] for name in commands.keys() - {row["case"] for row in rows}]
-    return [*lines, "", missing.strip(), *failed, *[f"- not yet: {'; '.join(sorted(later))}"] * bool(later), ""]
-
-
-def fits_smaller(row: Mapping[str, Any]) -> str:
-    """Return whether the peaks of a row fit on the smaller GPU, where the allocator may have to flush its cache."""
-    usable = GPUS[SMALLER].memory - overhead_of(row["ranks"])
-    return "yes" if row["reserved_bytes"] <= usable else "no" if row["allocated_bytes"] > usable else "unknown"
+    failed = [row["case"].rpartition(", ")[0] for row in rows if row["fits"] is None]
+    return [*lines, "", missing.strip().format(failed=", ".join(failed)), ""]
 
 
 if __name__ == "__main__":
