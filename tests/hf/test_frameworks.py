@@ -1,4 +1,4 @@
-"""Other frameworks, started like their users start them, as docs/huggingface.md shows. Needs the real packages:
+"""Other frameworks, started like their users start them, as docs/frameworks.md shows. Needs the real packages:
 `make test-frameworks` installs each of them into an environment of its own.
 """
 
@@ -18,7 +18,7 @@ import pytest
 
 pytestmark = pytest.mark.timeout(900)
 BIN = Path(sys.executable).parent
-PAGE = Path(__file__).parents[2] / "docs" / "huggingface.md"
+PAGE = Path(__file__).parents[2] / "docs" / "frameworks.md"
 STEPS = 6
 
 
