@@ -176,9 +176,9 @@ gpu-day: $(READY)
 # builds the website in build/site from the pages and the docstrings, and checks its links
 docs: $(SITE)
 	rm -rf build/pages
-	mkdir -p build/pages/benchmarks
-	cp -r *.md docs examples build/pages
-	cp -r benchmarks/results build/pages/benchmarks
+	mkdir -p build/pages
+	git ls-files -z '*.md' docs examples benchmarks/results rehearsal/benchmarks rehearsal/gpu_rehearsal/adapters.py \
+		torchtune_adaptive/rehearsing.py ':!rehearsal/benchmarks/*.md' | xargs -0 cp --parents -t build/pages
 	$(BIN)/mkdocs build --strict
 
 # builds the sdists and, from them, the wheels of both packages; tries each in an environment without the other, then the
