@@ -177,8 +177,8 @@ gpu-day: $(READY)
 docs: $(SITE)
 	rm -rf build/pages
 	mkdir -p build/pages
-	git ls-files -z '*.md' docs examples benchmarks/results rehearsal/benchmarks rehearsal/gpu_rehearsal/adapters.py \
-		torchtune_adaptive/rehearsing.py ':!rehearsal/benchmarks/*.md' | xargs -0 cp --parents -t build/pages
+	git ls-files -z '*.md' docs examples benchmarks/results rehearsal/benchmarks rehearsal/examples \
+		rehearsal/gpu_rehearsal/adapters.py torchtune_adaptive/rehearsing.py ':!rehearsal/benchmarks/*.md' | xargs -0 cp --parents -t build/pages
 	$(BIN)/mkdocs build --strict
 
 # builds the sdists and, from them, the wheels of both packages; tries each in an environment without the other, then the

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+from gpu_rehearsal.command import parser_of_command
 from torch.distributed.run import get_args_parser
 
 from tests.unit.config.test_config import READERS
@@ -26,9 +27,9 @@ HISTORY = {"decisions.md", "CHANGELOG.md"}
 """These pages name commands that no longer exist."""
 ALL_PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
 PAGES = [page for page in ALL_PAGES if page.name not in HISTORY]
-ON_THE_SITE = ("docs", "examples", "benchmarks")
+ON_THE_SITE = ("docs", "examples", "benchmarks", "rehearsal")
 """Folders that `make docs` copies."""
-PROGRAMS = ("tune", "tune-adaptive", "make", "python", "torchrun", "pip")
+PROGRAMS = ("tune", "tune-adaptive", "rehearse", "make", "python", "torchrun", "pip")
 MINE = "mine.yaml"
 """Name of a reader's config in commands."""
 _STARTS = re.compile(rf"(?:^|[\s(])((?:{'|'.join(PROGRAMS)}) .*)")
@@ -126,7 +127,7 @@ def test_shown_command_prints_a_result(shown: Shown, readers_folder: Path, capsy
             path.unlink()
     if len(words) == 1 and words[0] != "ls":  # the command's name in a sentence
         words.append("--help")
-    elif words[0] in ("rehearse", "status"):  # tests/rehearse runs those that take seconds; only the reader has a run
+    elif words[0] == "status":  # only the reader has a run
         assert parse(words).run
         return
     with pytest.raises(SystemExit) as left:
@@ -134,10 +135,17 @@ def test_shown_command_prints_a_result(shown: Shown, readers_folder: Path, capsy
     assert left.value.code == 0, capsys.readouterr().err
 
 
+def test_shown_rehearsals_have_valid_options() -> None:
+    shown = those_of("rehearse")
+    assert len(shown) >= 2
+    assert all(parser_of_command().parse_args(each.words[1:]) for each in shown)
+
+
 def test_shown_make_targets_exist() -> None:
-    (phony,) = re.findall(r"^\.PHONY: (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
-    shown = {word for each in those_of("make") for word in each.words[1:] if "=" not in word}
-    assert shown - set(phony.split()) == set()
+    for each in those_of("make"):
+        folder, words = (each.words[2], each.words[3:]) if each.words[1] == "-C" else (".", each.words[1:])
+        (phony,) = re.findall(r"^\.PHONY: (.*)$", (ROOT / folder / "Makefile").read_text(), re.MULTILINE)
+        assert {word for word in words if "=" not in word} - set(phony.split()) == set()
 
 
 @pytest.mark.parametrize("shown", [*those_of("python"), *those_of("torchrun")], ids=str)
