@@ -25,7 +25,6 @@ from gpu_rehearsal.sweep import SweepRow
 from benchmarks.results import RESULTS, save
 from torchtune_adaptive.config.command_line import read_config
 from torchtune_adaptive.config.registry import FULL, FULL_DPO, LORA, LORA_DPO, NamedConfig, stock_configs
-from torchtune_adaptive.formatting import count_of
 from torchtune_adaptive.rehearsing import length_of
 
 PAGE = Path(__file__).parent.parent / "docs" / "which-config-fits.md"
@@ -34,15 +33,13 @@ CARDS = ("4090", "a100-40", "a100", "h100")
 SAME_MEMORY = {"a100": "h100"}
 """GPUs of the same memory: one is rehearsed, and the time of the other follows from the same work."""
 RECIPES = {recipe.stock_name: recipe for recipe in (FULL, LORA, FULL_DPO, LORA_DPO)}
-KINDS = {name: name.removesuffix("_distributed").replace("_", " ") for name in RECIPES}
 NOTE = "the largest microbatch that a search finds, and the tokens per second of all ranks: tools/which_config_fits.py"
 FAMILIES = ("llama3_1/", "llama3_2/", "llama3_3/", "mistral/", "gemma2/", "phi4/", "qwen2_5/")
 """The page shows the newest models of each family; the results contain all."""
 TEXT = """# Which config fits on which GPU
 
 This table predicts how large a microbatch of each torchtune config can be. It was made without a GPU. For example, the
-cell `8 rows, 22,582` means that a microbatch of 8 rows fits, and that all ranks together train 22,582 tokens per
-second.
+cell `8 (22,582)` means that a microbatch of 8 rows fits, and that all ranks together train 22,582 tokens per second.
 
 The search of [`--without-data`](rehearsing-recipes.md) found the largest microbatch, rounded down to a power of two, on
 the number of ranks that the comments of the config state. All rows have {length} tokens, unless the config is marked.
@@ -104,8 +101,7 @@ def cell(answer: Mapping[str, Any] | None) -> str:
     if not answer["fits"]:
         return "no" if answer["fits"] is False else "no answer"
     rate = answer["tokens_per_second"]
-    rows = count_of(answer["rows"], "row")
-    return f"{rows}, {rate:,.0f}" if rate else rows
+    return f"{answer['rows']} ({rate:,.0f})" if rate else str(answer["rows"])
 
 
 def page(rows: Iterable[Mapping[str, Any]]) -> str:
@@ -113,15 +109,14 @@ def page(rows: Iterable[Mapping[str, Any]]) -> str:
     about = json.loads((RESULTS / f"{NAME}.json").read_text(encoding="utf-8"))["machine"]
     spent = [answer["cpu_s"] for row in rows for answer in row["gpus"].values() if answer["cpu_s"]]
     lines = [TEXT.format(name=NAME, date=about["date"], cpu_s=sum(spent), length=LENGTH)]
-    for recipe, kind in KINDS.items():
-        lines += [f"## {kind.capitalize().replace('dpo', 'DPO').replace('Lora', 'LoRA')}", ""]
-        lines += [f"| config | ranks | {' | '.join(SHOWN)} |", "|---" * (2 + len(SHOWN)) + "|"]
-        of_cells: dict[str, list[str]] = {}
-        for row in (row for row in rows if row["recipe"] == recipe and row["config"].startswith(FAMILIES)):
+    lines += [f"| config | ranks | {' | '.join(SHOWN)} |", "|---" * (2 + len(SHOWN)) + "|"]
+    of_cells: dict[str, list[str]] = {}
+    for row in (row for recipe in RECIPES for row in rows if row["recipe"] == recipe):
+        if row["config"].startswith(FAMILIES):
             name = row["config"] + f" ({row['tokens']} tokens)" * (row["tokens"] != LENGTH)
             cells = [row["ranks"], *(cell(row["gpus"].get(name)) for name in SHOWN)]
             of_cells.setdefault(" | ".join(map(str, cells)), []).append(name)
-        lines += [*(f"| {', '.join(names)} | {cells} |" for cells, names in of_cells.items()), ""]
+    lines += [*(f"| {', '.join(names)} | {cells} |" for cells, names in of_cells.items()), ""]
     return "\n".join(lines)
 
 
