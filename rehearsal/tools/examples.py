@@ -26,8 +26,8 @@ TEXT = """# Example scripts of other projects
 These are [rehearsals](rehearsing.md) of unmodified example scripts of TRL, transformers and torchtitan. Use them to
 compare your script with a similar one, or to see which kinds of scripts were tried.
 
-The column *reserved* shows the peak of reserved memory. Tokens per second are [estimated](time.md).
-[A script](../benchmarks/rehearse.sh) fetches the sources of a project and repeats its rehearsals:
+The column *reserved* shows the peak of reserved memory. [A script](../benchmarks/rehearse.sh) fetches the
+sources of a project and repeats its rehearsals:
 
     sh benchmarks/rehearse.sh trl ../trl > benchmarks/results/trl.json
 
@@ -45,13 +45,12 @@ def section(file: Path) -> list[str]:
     rows = json.loads((CASES / "results" / f"{file.stem}.json").read_text(encoding="utf-8"))
     text, _, missing = file.with_suffix(".md").read_text(encoding="utf-8").partition("\n---\n")
     lines = [text.format(cpu_s=sum(row["cpu_s"] for row in rows), count=len(rows)).strip(), ""]
-    lines += ["| case | options | reserved | tokens/s |", "|---|---|---|---|"]
+    lines += ["| case and options | reserved |", "|---|---|"]
     for row in (row for row in rows if row["fits"] is not None and "debug" not in row["case"]):
-        rate = f"{row['tokens_per_second']:,.0f}" if row["fits"] else "does not fit"
         options = " ".join(OPTION.findall(commands[row["case"]])).replace("--model_name_or_path ", "").replace("--", "")
-        reserved = f"{row['reserved_bytes'] / 2**30:.1f} GiB"
-        cells = [row["case"].removesuffix(f", {USUAL}"), options, reserved, rate]
-        lines.append(f"| {' | '.join(cells)} |")
+        case = row["case"].removesuffix(f", {USUAL}") + f": {options}" * bool(options)
+        reserved = f"{row['reserved_bytes'] / 2**30:.1f} GiB" if row["fits"] else "does not fit"
+        lines.append(f"| {case} | {reserved} |")
     failed = [row["case"].rpartition(", ")[0] for row in rows if row["fits"] is None]
     return [*lines, "", missing.strip().format(failed=", ".join(failed)), ""]
 
