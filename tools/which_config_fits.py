@@ -34,8 +34,8 @@ SAME_MEMORY = {"a100": "h100"}
 """GPUs of the same memory: one is rehearsed, and the time of the other follows from the same work."""
 RECIPES = {recipe.stock_name: recipe for recipe in (FULL, LORA, FULL_DPO, LORA_DPO)}
 NOTE = "the largest microbatch that a search finds, and the tokens per second of all ranks: tools/which_config_fits.py"
-FAMILIES = ("llama3_1/", "llama3_2/", "llama3_3/", "mistral/", "gemma2/", "phi4/", "qwen2_5/")
-"""The page shows the newest models of each family; the results contain all."""
+FAMILIES = ("llama3_1/", "llama3_2/", "llama3_3/", "mistral/", "phi4/", "qwen2_5/")
+"""The page shows these models; the results contain all."""
 TEXT = """# Which config fits on which GPU
 
 This table predicts how large a microbatch of each torchtune config can be. It was made without a GPU. For example, the
@@ -48,8 +48,8 @@ assumed to need 3 GiB of each GPU. An `a100` fits as many rows as an `h100`, and
 a pair. The policy and the reference model have separate microbatches, and the table shows the smaller one.
 
 `python -m tools.which_config_fits` makes this page from [the results](../benchmarks/results/{name}.json) of {date}.
-They also contain older models. If you delete them, the command repeats the rehearsals, which take {cpu_s:,.0f} CPU
-seconds. Configs with images were not rehearsed.
+They also contain Llama 2 and 3, Gemma, Phi 3 and Qwen 2. If you delete them, the command repeats the rehearsals, which
+take {cpu_s:,.0f} CPU seconds. Configs with images were not rehearsed.
 """
 LENGTH = 4096
 SHOWN = ("4090", "a100-40", "h100")

@@ -16,11 +16,8 @@ PAGE, CASES = ROOT / "docs" / "examples.md", ROOT / "benchmarks"
 PROJECTS = ("trl", "transformers", "torchtitan")
 USUAL = "h100"
 """The GPU of most cases, which their names omit."""
-OPTION = re.compile(
-    r"--(?:model_name|teacher_model|reward_model|per_device_train|max_\w*length|use_peft|load_in|packing)"
-    r"\S*(?: (?!--)\S+)?"
-)
-"""The options of a command that the page shows."""
+MODEL = re.compile(r"--model_name_or_path (\S+)")
+BATCH = re.compile(r"--per_device_train_batch_size (\d+)")
 TEXT = """# Example scripts of other projects
 
 These are [rehearsals](rehearsing.md) of unmodified example scripts of TRL, transformers and torchtitan. Use them to
@@ -45,10 +42,11 @@ def section(file: Path) -> list[str]:
     rows = json.loads((CASES / "results" / f"{file.stem}.json").read_text(encoding="utf-8"))
     text, _, missing = file.with_suffix(".md").read_text(encoding="utf-8").partition("\n---\n")
     lines = [text.format(cpu_s=sum(row["cpu_s"] for row in rows), count=len(rows)).strip(), ""]
-    lines += ["| case and options | reserved |", "|---|---|"]
+    lines += ["| case | reserved |", "|---|---|"]
     for row in (row for row in rows if row["fits"] is not None and "debug" not in row["case"]):
-        options = " ".join(OPTION.findall(commands[row["case"]])).replace("--model_name_or_path ", "").replace("--", "")
-        case = row["case"].removesuffix(f", {USUAL}") + f": {options}" * bool(options)
+        command = commands[row["case"]]
+        about = [*MODEL.findall(command), *(f"batch of {size}" for size in BATCH.findall(command))]
+        case = row["case"].removesuffix(f", {USUAL}") + f": {', '.join(about)}" * bool(about)
         reserved = f"{row['reserved_bytes'] / 2**30:.1f} GiB" if row["fits"] else "does not fit"
         lines.append(f"| {case} | {reserved} |")
     failed = [row["case"].rpartition(", ")[0] for row in rows if row["fits"] is None]
