@@ -132,7 +132,7 @@ def test_one_rank_of_each_stage_has_the_peak_that_it_has_among_all(rehearse: Reh
 
 def test_example_has_the_result_shown_on_its_page(rehearse: Rehearse) -> None:
     page = (Path(__file__).parents[1] / "docs" / "rehearsing.md").read_text()
-    example = page.partition("```python\n# pipeline.py\n")[2].partition("```")[0]
+    example = (Path(__file__).parents[1] / "examples" / "pipeline.py").read_text()
     command = ("torchrun", "--nproc_per_node", "4", "train.py")
     lines = rehearse(example, "--gpu", "a100-40", command=command, json_format=False).found.splitlines()
     table = lines[(heading := next(at for at, line in enumerate(lines) if "rank  " in line)) : heading + 5]
