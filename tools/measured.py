@@ -244,15 +244,6 @@ def gpu_recipes(rows: list[Row]) -> str:
     return _outcomes(rows)
 
 
-def gpu_rehearsals(rows: list[Row]) -> str:
-    cells = []
-    for case in dict.fromkeys(row["case"] for row in rows):
-        steps = [row for row in rows if row["case"] == case]
-        same = sum(row["result"] == "same" for row in steps)
-        cells.append(f"{case}: {same} of {len(steps)} steps" if steps[0]["step"] else f"{case} did not run")
-    return ", ".join(cells)
-
-
 def gpu_overhead(rows: list[Row]) -> str:
     return ", ".join(f"{row['ratio']:.2f} {row['step']} ({row['lowest']:.2f} to {row['highest']:.2f})" for row in rows)
 
@@ -289,7 +280,6 @@ GPU_PARTS = {
     gpu_nccl: "recovery over NCCL on 2 and 4 ranks, with real values; ranks share the GPU if there is only one",
     gpu_recovery: "recovery on 1, 2 and 3 ranks that share the GPU, and memory limits that the allocator enforces",
     gpu_meshes: "recovery under tensor parallelism and FSDP2, over gloo",
-    gpu_rehearsals: "steps whose allocated and reserved peaks equal the rehearsed ones, to the byte",
     gpu_overhead: "step time without errors, relative to torchtune's or Trainer's, same batch (median, range of pairs)",
     gpu_token_budgets: "target tokens per second of `token_budget: auto`, relative to fixed rows and torchtune's packs",
     gpu_unpadded: "gradients, memory and speed of unpadded samples, compared with padded ones",
@@ -297,7 +287,7 @@ GPU_PARTS = {
     gpu_searches: "search for the largest batch, 1.2 billion parameters, compared with trying every size",
     gpu_fragmentation: "60 steps of mixed lengths with little memory: flushes of the allocator's cache, limits, speed",
 }
-"""Measurements of `make gpu-day`; each function is named after its file of results."""
+"""Measurements of `make gpu-day` about training; each function is named after its file of results."""
 
 
 def on_a_gpu(folder: Path = RESULTS) -> str:
