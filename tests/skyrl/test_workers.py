@@ -7,8 +7,10 @@ import logging
 import pickle
 import runpy
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -25,8 +27,9 @@ from tests.ranks import run_on_ranks
 from tests.skyrl.sweeps import CASES, ENTROPY, Case, Swept, pair, relative, run, same, sweep_all
 from tests.skyrl.workers import IMAGE, KINDS, PROMPT, batch, gradients, use_cpus
 from torchtune_adaptive.engine.limits import RowLimit
+from torchtune_adaptive.engine.meter import MemoryMeter
 from torchtune_adaptive.errors import AdaptiveError, ConfigError, OneRowDoesNotFitError
-from torchtune_adaptive.skyrl import adaptive
+from torchtune_adaptive.skyrl import adaptive, passes
 from torchtune_adaptive.skyrl.passes import longest_row
 
 pytestmark = pytest.mark.timeout(1800)
@@ -87,6 +90,27 @@ def _two_batches_before_an_update() -> float:
         weights = [[each.to_local() for each in made.model.parameters()] for made in (ours, stock)]
         difference = max(difference, relative(*weights))
     return difference
+
+
+def test_a_pass_counts_the_memory_that_other_processes_held_in_earlier_passes() -> None:
+    [(earlier, memory)] = on_ranks(1, _memory_of_two_passes)
+    assert earlier == [None, memory]
+
+
+def _memory_of_two_passes() -> tuple[list[int | None], int]:
+    """Return the memory of which each pass knows, and that of the first one."""
+    known: list[Any] = []
+    memory = MemoryMeter(2**40)
+
+    def within(*arguments: Any) -> AbstractContextManager[Any]:
+        known.append(dict(enumerate(arguments)).get(3))
+        return nullcontext(memory)
+
+    _, ours = pair(CASES["policy"])
+    with mock.patch.object(passes, "memory_within", within):
+        for _ in range(2):
+            run(ours, CASES["policy"])
+    return [each and id(each) for each in known], id(memory)
 
 
 def test_entropy_bonus_is_exact_in_parts_and_reported_if_parts_span_several_microbatches() -> None:
