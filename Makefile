@@ -22,7 +22,7 @@ export OMP_NUM_THREADS := 1
 # supported torch versions other than the one in constraints.txt; each CUDA build takes 6 GB
 VERSIONS ?= 2.13.0 2.14.1
 
-# the frameworks and versions that docs/huggingface.md names
+# the frameworks and versions that docs/frameworks.md names
 FRAMEWORKS := axolotl llamafactory ray lightning
 axolotl := 0.19.0
 llamafactory := 0.9.5

@@ -17,16 +17,14 @@ BENCHMARKS = (
     "overhead",
     "trainer",
     "ddp",
-    "saves",
     "searches",
     "strategies",
     "recovery",
     "packing",
     "stages",
     "rollouts",
-    "scaling",
 )
-BY_NAME = ("learning", "large_saves", "ghost", "mesh_overhead")
+BY_NAME = ("large_saves", "ghost", "mesh_overhead")
 """Benchmarks that run only if `--only` names them, because they take long or need 20 GiB of disk."""
 
 

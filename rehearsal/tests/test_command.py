@@ -21,7 +21,7 @@ from tests.scripts import ONE_STEP
         ({"PYTORCH_CUDA_ALLOC_CONF": "backend:cudaMallocAsync"}, (), "only torch's own caching allocator"),
         ({}, ("--rank", "1"), "there is no rank 1: the last of 1 is 0"),
         ({}, ("--memory", "1GB"), "the GPU has 0.931 GiB, of which 1.3 GiB are not for tensors"),
-        ({}, ("--memory", "80"), "memory: '80' is neither an amount of memory nor a fraction; allowed"),
+        ({}, ("--memory", "80"), "memory is '80': pass an amount of memory, for example 24GiB"),
         ({}, ("--gpu", "h1000"), "unknown GPU 'h1000'"),
         ({}, ("--ranks", "0"), "argument --ranks: 0 is not a whole number from 1"),
         ({}, ("--ranks", "1,x"), "x is not a whole number from 1"),

@@ -1,7 +1,5 @@
 """Compare a rehearsal over time with a run: two processes on null devices, which agree over gloo.
 
-python -m tests.rehearsals.two_ranks     200 steps; writes benchmarks/results/over_time.json
-
 NCCL transfers no data on a null device, but the agreement is real: an out-of-memory error on one rank makes the other
 repeat its step.
 """
@@ -26,7 +24,6 @@ from gpu_rehearsal.report.result import RehearsalResult
 from gpu_rehearsal.settings import RankSettings, overhead_of
 from omegaconf import OmegaConf
 
-from benchmarks.results import save
 from torchtune_adaptive.config.command_line import read_config
 from torchtune_adaptive.config.registry import config_files
 from torchtune_adaptive.rehearsing import with_stand_ins
@@ -102,33 +99,5 @@ def errors_and_flushes(found: RehearsalResult) -> list[tuple[int, int]]:
     return [(sum(error["step"] == step["step"] for error in found.errors), step["flushes"]) for step in found.steps]
 
 
-def main(steps: int = 200) -> None:
-    rows = []
-    for alike in True, False:
-        found = {
-            "rehearsed": rehearsed(steps, alike=alike),
-            **{f"rank {each.rank}": each for each in trained(steps, alike=alike)},
-        }
-        by_step = {name: errors_and_flushes(each) for name, each in found.items()}
-        row = {
-            "ranks have the same lengths": alike,
-            "steps": steps,
-            "steps alike": sum(of == by_step["rehearsed"][at] for at, of in enumerate(by_step["rank 0"])),
-            "out-of-memory errors": {name: sum(errors for errors, _ in of) for name, of in by_step.items()},
-            "steps that flush": {name: sum(flushes > 0 for _, flushes in of) for name, of in by_step.items()},
-            "reserved_bytes": {name: max(step["reserved_bytes"] for step in of.steps) for name, of in found.items()},
-            "errors and flushes, where there are any": {
-                name: {step: list(each) for step, each in enumerate(of, 1) if any(each)} for name, of in by_step.items()
-            },
-        }
-        rows.append(row)
-        print(row, flush=True)
-    note = "a rehearsal and a run on two ranks that agree over gloo: python -m tests.rehearsals.two_ranks"
-    save("over_time", rows, note)
-
-
 if __name__ == "__main__":
-    if "RANK" in os.environ:
-        run_rank(*sys.argv[1:])
-    else:
-        main(*map(int, sys.argv[1:]))
+    run_rank(*sys.argv[1:])
