@@ -1,20 +1,13 @@
 """Components named in test configs that record a run."""
 
 import json
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-import torch.distributed as dist
 from omegaconf import DictConfig
-from torch import nn
-from torch.distributed.tensor import DTensor
-from torchao.optim import AdamW8bit
 
-from torchtune_adaptive.engine.ranks import full_tensor
 from torchtune_adaptive.report.journal import EVENTS_FILE
 
 
@@ -38,26 +31,6 @@ class JsonLogger:
 
     def close(self) -> None:
         self._file.close()
-
-
-class NormSGD(torch.optim.SGD):
-    """SGD that records the gradient norm of each of its steps, in any recipe."""
-
-    def __init__(self, params: Iterable[nn.Parameter], norms: str, **options: Any) -> None:
-        super().__init__(params, **options)
-        self._norms = norms
-
-    def step(self, closure: Any = None) -> Any:
-        gradients = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
-        squares = sum(float((full_tensor(g) if isinstance(g, DTensor) else g).square().sum()) for g in gradients)
-        if dist.get_rank() == 0:
-            with open(self._norms, "a", encoding="utf-8") as file:
-                file.write(f"{math.sqrt(squares)}\n")
-        return super().step(closure)
-
-
-def eight_bit(parameters: Iterable[nn.Parameter], lr: float, **_: Any) -> torch.optim.Optimizer:
-    return AdamW8bit(parameters, lr=lr)
 
 
 def read_log(path: Path) -> list[dict[str, float]]:

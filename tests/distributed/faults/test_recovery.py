@@ -169,18 +169,6 @@ def test_runners_may_be_closed_in_any_order() -> None:
     assert run_on_ranks(2, close_the_first_of_two, timeout_s=20) == [(True, True)] * 2
 
 
-def test_ghost_pass_counts_with_integers_and_masks_as_a_pass_does():
-    weights, choices, counts = torch.ones(3, 4), torch.tensor([[0], [0], [2]]), []
-
-    def run() -> None:
-        chosen = torch.zeros_like(weights.sin(), dtype=torch.bool).scatter_(-1, choices, True)
-        counts.append(torch.ones(4, dtype=torch.long).add_(chosen.sum(0)).tolist())
-
-    run()
-    ghost.GhostMode([], made_up=0).run(run)
-    assert counts == [[3, 1, 2, 1]] * 2
-
-
 def peaks() -> tuple[int, int]:
     """Collective: return the peaks of the ghost pass and of a microbatch, in a step whose last operation fails."""
     bench = Bench(replace(SCENARIOS["tensor parallel"], rows=4))

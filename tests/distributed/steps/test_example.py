@@ -18,6 +18,7 @@ RECOVERING = {
     "plain": (TORCHRUN, "plain_fsdp2.py", "torch", f"step 1: out of memory on rank 1 .*{HALVED}", 8),
     # torchtitan 0.3.0 is not a dependency: see docs/torchtitan.md
     "torchtitan": (ON_FOUR, "torchtitan_models.py llama", "torchtitan", "on rank 3 .*microbatch 8 -> 4", 6),
+    "model of transformers": (TORCHRUN, "transformers_fsdp2.py", "transformers", "on rank 1 .*microbatch 8 -> 4", 6),
     "torchrun": (TORCHRUN, TRAINER, "transformers", HALVED, 3),
     "accelerate launch": (ACCELERATE, TRAINER, "accelerate", HALVED, 3),
     "FSDP2 without accelerate": (TORCHRUN, f"{TRAINER} --fsdp2", "transformers", HALVED, 3),
@@ -49,21 +50,6 @@ def test_batch_size_example_trains_with_the_size_it_found():
     assert re.search(r"batch search · linear · 64 tokens · budget 23\.8 MiB a rank", output)
     assert re.search(r"^  8 .*<- chosen \(.* fit, rounded down to a power of two; .*\)$", output, re.MULTILINE)
     assert re.findall(r"step (\d): .*, 8 rows, out of memory 0 times", output) == ["1", "2", "3"]
-
-
-def test_hugging_face_example_finds_its_size_and_recovers():
-    pytest.importorskip("transformers")
-    output = output_of("transformers_fsdp2.py")
-    assert re.search(r"^  8 .*<- chosen \(.* fit, rounded down to a power of two; .*\)$", output, re.MULTILINE)
-    assert re.findall(r"out of memory on .*", output) == [
-        "out of memory on rank 1 (longest sample 62 tokens): microbatch 8 -> 4 rows, step repeated"
-    ]
-    assert re.findall(r"step (\d): .* at most (\d) rows, recoveries: (\d)", output) == [
-        (str(step), "8" if step < 3 else "4", str(int(step == 3))) for step in range(1, 7)
-    ]
-    losses = [float(loss) for loss in re.findall(r"loss (\d+\.\d+)", output)]
-    assert len(losses) == 6
-    assert losses == sorted(losses, reverse=True)
 
 
 def test_library_page_shows_the_example():

@@ -28,15 +28,15 @@ SIZES = {
 }
 MODELS = {
     "tied": (Qwen3Config(**SIZES, tie_word_embeddings=True), 2),
-    "untied": (LlamaConfig(**SIZES, tie_word_embeddings=False), 1),
+    "untied": (LlamaConfig(**SIZES, tie_word_embeddings=False), None),
 }
-"""Config, and number of ranks."""
+"""Config, and number of ranks, or None for one process without a launcher."""
 
 
-def write_inputs(folder: Path, kind: str, ranks: int, epochs: int) -> None:
+def write_inputs(folder: Path, kind: str, ranks: int | None, epochs: int) -> None:
     config = yaml.safe_load((EXAMPLES / "hf_model.yaml").read_text())
     config |= {"model_dir": "base", "device": "cpu", "dtype": "fp32", "epochs": epochs, "shuffle": False}
-    config |= {"batch_size": PER_STEP // 4 // ranks, "clip_grad_norm": None, "log_peak_memory_stats": False}
+    config |= {"batch_size": PER_STEP // 4 // (ranks or 1), "clip_grad_norm": None, "log_peak_memory_stats": False}
     config |= {"optimizer": {"_component_": "torch.optim.SGD", "lr": LR}, "adaptive": {"memory_limit": "3MiB"}}
     config["tokenizer"]["max_seq_len"] = 64
     config["dataset"]["data_files"] = "train.jsonl"

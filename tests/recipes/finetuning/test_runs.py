@@ -55,8 +55,6 @@ GROWING = (
     *(f"batch_increase_function={HERE}.double", "adaptive.max_batch_size=4"),
     *(COSINE, "lr_scheduler.num_warmup_steps=3", "optimizer.lr=0.001"),
 )
-# memory limits disable torchao's compiled optimizer step
-EIGHT_BITS = ("optimizer._component_=tests.recipes.recorders.eight_bit", "adaptive.memory_limit=64MiB")
 A_STEP = 2 * 2 * 2
 """Samples of a step of a hollow run."""
 HOLLOW = (f"dataset._component_={HERE}.hollow", "dataset.samples=48", "shuffle=False", "batch_size=2")
@@ -124,14 +122,6 @@ GROUPS = {
             "written": Run(("batch_size=8", "gradient_accumulation_steps=1", "adaptive.sequence_length=256"), like=""),
         },
         rel=0.0,
-    ),
-    "8 bits": Group(
-        "full",
-        2,
-        (*EIGHT_BITS, "save_every_n_steps=3", "resume_from_checkpoint=auto", "epochs=2"),
-        {"plain": Run(like=""), "stopped": Run(first=(), like="plain")},
-        rel=0.0,
-        stop_at=7,
     ),
     "custom recipe": Group(
         "distillation",

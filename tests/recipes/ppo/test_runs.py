@@ -230,10 +230,3 @@ def test_if_no_row_fits_every_rank_reports_the_required_memory(kib: int, tmp_pat
     [error] = {line.partition(": ")[2] for each in ended for line in each.output.splitlines() if line[:5] == "error"}
     assert "on rank 1" in error
     assert "max_generated_tokens" in error
-
-
-def test_prompt_without_space_for_an_answer_under_a_token_budget_is_named(tmp_path: Path) -> None:
-    budget = f"adaptive.token_budget={NEW + 6}"
-    [ended] = run_as_command(1, "full_ppo", tmp_path / "run", *VARIED, budget, config=ppo_config)
-    assert ended.status == 1
-    assert "room for 6" in ended.output

@@ -1,13 +1,11 @@
 """Preference training (DPO), also with all adaptive features, has the figures and weights of torchtune's recipes."""
 
 import json
-import re
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.forked_commands import tune_run_forked
 from tests.ranks import run_on_ranks
 from tests.recipes.comparisons import (
     Group,
@@ -18,13 +16,13 @@ from tests.recipes.comparisons import (
     expect_announcements,
     runs_in,
 )
-from tests.recipes.recorders import events_of, read_log, search_results
+from tests.recipes.recorders import read_log, search_results
 from tests.recipes.running import SGD, demo_config, run_ours
 from torchtune_adaptive.objectives.preference import POLICY, REFERENCE
 
 BASE = (
-    *("optimizer._component_=tests.recipes.recorders.NormSGD", "optimizer.norms=FOLDER/norms", "optimizer.fused=False"),
-    *("optimizer.lr=0.05", "optimizer.momentum=0.9", "optimizer.weight_decay=0.0", "clip_grad_norm=null", "epochs=2"),
+    *SGD,
+    *("optimizer.lr=0.05", "optimizer.weight_decay=0.0", "clip_grad_norm=null", "epochs=2"),
     "lr_scheduler._component_=torchtune.training.lr_schedulers.get_cosine_schedule_with_warmup",
     *("lr_scheduler.num_warmup_steps=2", "tokenizer.max_seq_len=128"),
 )
@@ -152,23 +150,3 @@ def test_reference_fits_with_optimizer_state_that_the_search_did_not_keep(tmp_pa
     found = search_results(tmp_path / "run" / "out")
     assert found[POLICY]["rows"] < found[REFERENCE]["rows"] < 64
     assert [step["oom_recoveries"] for step in read_log(tmp_path / "run" / "log.jsonl")] == [0, 0, 0]
-
-
-@pytest.mark.parametrize(
-    ("recipe", "config", "ranks"),
-    [("adaptive_full_dpo_distributed", "dpo", 2), ("adaptive_lora_dpo_distributed", "lora_dpo", None)],
-)
-def test_demo_runs_with_the_documented_command(recipe: str, config: str, ranks: int | None, tmp_path: Path) -> None:
-    """Without ranks, there is no launcher."""
-    short = ("dataset.samples=64", "max_steps_per_epoch=3", "tokenizer.max_seq_len=96", "adaptive.sequence_length=96")
-    ended = tune_run_forked(
-        recipe, "--config", f"adaptive/demo/{config}", *short, ranks=ranks, cwd=tmp_path, timeout_s=90
-    )
-    assert ended.status == 0, ended.output
-    folder = tmp_path / "runs" / "demo" / config
-    assert {event["stage"] for event in events_of(folder, "search")} == {POLICY, REFERENCE}
-    [log] = (folder / "logs").glob("log_*.txt")
-    margins = [float(margin) for margin in re.findall(r"rewards/margins:(\S+)", log.read_text())]
-    assert len(margins) == 3
-    assert margins[0] == 0  # the policy still equals its reference
-    assert margins[-1] > 0

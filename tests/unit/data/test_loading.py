@@ -109,14 +109,6 @@ def test_sample_order_takes_at_most_20_bytes_per_sample() -> None:
     assert peak < 20 * 10**6
 
 
-@pytest.mark.parametrize(("samples", "world_size"), [(10, 3), (2, 3), (6, 2), (5, 1)])
-def test_all_samples_count_once_in_equally_many_shares_of_each_rank(samples: int, world_size: int) -> None:
-    ranks = [step_loader(rank, world_size, shuffle=False, samples=samples) for rank in range(world_size)]
-    shares = [list(loader.all_samples(2)) for loader in ranks]
-    assert len({tuple(map(len, of_rank)) for of_rank in shares}) == 1
-    assert sorted(sample for sample, repeated in chain(*chain(*shares)) if not repeated) == list(range(samples))
-
-
 @pytest.mark.parametrize(("steps_in_epoch", "refused"), [(0, False), (3, True)])
 def test_resume_within_an_epoch_needs_the_same_number_of_samples(steps_in_epoch: int, refused: bool) -> None:
     values: dict[str, Any] = {"seed": 0, "total_epochs": 2, "max_steps_per_epoch": None, "ranks": 1}

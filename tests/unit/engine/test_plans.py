@@ -255,10 +255,3 @@ def test_every_rank_is_dealt_equally_many_samples_of_similar_cost(ranks: int, ea
 def test_samples_that_cannot_be_dealt_equally_are_refused():
     with pytest.raises(ValueError, match=r"7 samples .* 2 ranks"):
         assign_to_ranks([1.0] * 7, 2)
-
-
-def test_dealing_leaves_ranks_almost_balanced():
-    """Lengths like those of instructions, cut at 512; one step of 64 ranks."""
-    draw = random.Random(0)
-    costs = [min(512.0, math.ceil(draw.lognormvariate(4, 1))) for _ in range(64 * 64)]
-    assert max(loads(costs, assign_to_ranks(costs, 64), 64)) <= 1.01 * sum(costs) / 64

@@ -92,7 +92,8 @@ def test_run_ends_at_one_row_that_does_not_fit_and_continues_once_the_caller_has
     undisturbed = a_model()
     torch.manual_seed(1)
     loss_sum = runner_of(undisturbed, 1).run(SAMPLES, step=0).loss_sum.item()
-    runner = runner_of(model := a_model(), 8, on_change=(changes := []).append)
+    # the limit shrinks from the rows that ran, not from the allowed rows
+    runner = runner_of(model := a_model(), 16, on_change=(changes := []).append)
     torch.manual_seed(1)
     with MemoryMeter(cap_bytes=100) as meter:
         with pytest.raises(LimitExhaustedError) as caught:
@@ -156,20 +157,6 @@ def test_attempt_runs_the_given_microbatches_and_keeps_the_limit():
     assert (result.target_tokens, result.microbatches) == (4, 2)
     assert all(gradient is not None for gradient in gradients(model))
     assert runner.limit == RowLimit(128)
-
-
-def test_every_attempt_reports_its_plan_before_it_begins():
-    plans, forward_backward = [], forward_backward_of(model := a_model())
-    runner = runner_of(
-        model,
-        16,  # it shrinks from the rows that ran, not from the allowed rows
-        stage="policy",
-        forward_backward=lambda samples: plans.append(runner.current_step) or forward_backward(samples),
-    )
-    runner.on_attempt = lambda step, plan: plans.append((step, [len(rows) for rows in plan]))
-    with FaultInjector(runner).fail_at(rank=0, step=3, operation=5):
-        runner.run(SAMPLES, step=3)
-    assert plans == [(3, [8]), 3, (3, [4, 4]), 3, 3]
 
 
 @pytest.mark.parametrize(
@@ -259,25 +246,3 @@ def test_any_kind_of_oom_in_a_commit_is_fatal(error: Exception):
         runner_of(a_model(), 8).committing("a step", last_checkpoint="runs/epoch_0"),
     ):
         raise error
-
-
-def test_injected_fault_replaces_any_operation_that_needs_memory():
-    storage, resize = torch.empty(0).untyped_storage(), torch.UntypedStorage.resize_
-
-    def forward_backward(samples):
-        storage.resize_(64)
-        storage.resize_(0)  # shrinking needs no memory
-        return forward_backward_of(model)(samples)
-
-    runner = runner_of(model := a_model(), 4, forward_backward=forward_backward)
-    with FaultInjector(runner).count(rank=0, step=0) as faults:
-        runner.run(SAMPLES, step=0)
-    assert torch.UntypedStorage.resize_ is resize
-    assert faults.operations[:2] == ["resize_", "aten.stack.default"]
-    assert faults.operations.count("resize_") == 2
-    at = faults.operations.index("aten.pow.Tensor_Scalar") + 1
-    model.zero_grad()
-    with FaultInjector(runner).fail_at(rank=0, step=1, operation=at).fail_at(rank=0, step=1, operation=at) as faults:
-        runner.run(SAMPLES, step=1)
-    assert faults.fired == 2  # the second in the repeated step
-    assert runner.limit == RowLimit(1)

@@ -295,12 +295,6 @@ def test_one_row_is_the_result_if_two_do_not_fit_even_with_retries(strategy: str
     assert device.search(strategy=strategy, max_rows=4).rows == 1
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_one_row_that_runs_out_of_memory_is_an_error(strategy: str) -> None:
-    with pytest.raises(OneRowDoesNotFitError, match=r"runs out of memory.*999.0 MiB"):
-        Device(affine((0, 1000)), 999 * MIB).search(strategy=strategy, max_rows=4)
-
-
 @pytest.mark.parametrize(
     ("points", "line"),
     [

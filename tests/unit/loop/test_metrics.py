@@ -33,18 +33,6 @@ def test_limit_of_an_epoch_is_recorded_again_after_a_resume(tmp_path: Path) -> N
     assert [record["step"] for record in timeline.steps] == [1, 2, 3, 4, 5, 6]
 
 
-def test_each_stage_records_its_limit_at_the_start_of_an_epoch(tmp_path: Path) -> None:
-    journal = Journal(tmp_path)
-    record_epoch(journal, 1, {"reference": RowLimit(8), "policy": RowLimit(2)}, 4)
-    record_epoch(journal, 1, {"": RowLimit(4)}, 5)
-    epochs = [event for event in read_timeline(tmp_path).events if event["kind"] == EPOCH]
-    assert [(event["step"], event.get("stage"), event["after"]) for event in epochs] == [
-        (4, "reference", 8),
-        (4, "policy", 2),
-        (5, None, 4),
-    ]
-
-
 @pytest.fixture
 def ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Metrics:
     monkeypatch.setattr(metrics.dist, "get_rank", lambda: 0)

@@ -8,11 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 from torchtune import rlhf, training
-from torchtune.rlhf.loss import PPOLoss
 
 from tests.unit.rl.test_settings import DEMO, config
 from torchtune_adaptive.rl.generation import lengths_of
-from torchtune_adaptive.rl.microbatches import policy_loss, value_loss
+from torchtune_adaptive.rl.microbatches import policy_loss
 from torchtune_adaptive.rl.ppo import VALUE_MODEL, TwoCheckpointers, add_advantages
 from torchtune_adaptive.rl.rollouts import (
     ADVANTAGES,
@@ -57,7 +56,6 @@ def rollouts(scores: Tensor, reference: Tensor) -> list[Rollout]:
 
 
 COUNT_MASK = counts_of(rollouts(torch.zeros(5), drawn(1)))
-VALUE_MASK = valued_of(COUNT_MASK)
 
 
 def as_torchtune() -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -66,13 +64,6 @@ def as_torchtune() -> tuple[Tensor, Tensor, Tensor, Tensor]:
     last = training.get_unmasked_sequence_lengths(padding)
     at = torch.where((last > 0) & (last < ANSWERS.size(1) - 1), last + 1, last)
     return padding, padding.clone().scatter_(1, at[:, None], False), last, at
-
-
-def test_answers_end_where_torchtune_ends_them() -> None:
-    padding, value_padding, _, _ = as_torchtune()
-    assert torch.equal(COUNT_MASK, ~padding)
-    assert torch.equal(VALUE_MASK, ~value_padding)
-    assert lengths_of(ANSWERS, []) == [ANSWERS.size(1)] * len(ANSWERS)
 
 
 @pytest.mark.parametrize("whiten_rewards", [True, False])
@@ -103,25 +94,6 @@ def test_advantages_and_figures_equal_torchtunes(whiten_rewards: bool, no_stop: 
 
 def loss_of(log_probs: Tensor, before: Tensor, advantages: Tensor, counts: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
     return policy_loss(log_probs, before, advantages, counts, 0.2)
-
-
-@pytest.mark.parametrize("rows", [1, 2, 5])
-def test_sums_over_any_split_equal_torchtunes_means_times_tokens(rows: int) -> None:
-    log_probs, values = drawn(3).requires_grad_(), drawn(4).requires_grad_()
-    policy, value = torch.zeros(()), torch.zeros(())
-    for part in (slice(start, start + rows) for start in range(0, len(ANSWERS), rows)):
-        policy = policy + loss_of(log_probs[part], drawn(5)[part], drawn(6)[part], COUNT_MASK[part])[0]
-        value = value + value_loss(values[part], drawn(7)[part], drawn(8)[part], VALUE_MASK[part], 0.2)
-    of_log_probs, of_values = torch.autograd.grad(policy + value, (log_probs, values))
-    loss, expected_policy, expected_value, _, _ = PPOLoss(epsilon=0.2, value_clip_range=0.2, value_coeff=1.0)(
-        drawn(5), log_probs, drawn(6), drawn(7), values, drawn(8), COUNT_MASK, VALUE_MASK
-    )
-    loss.backward()
-    tokens, valued = COUNT_MASK.sum(), VALUE_MASK.sum()
-    torch.testing.assert_close(policy / tokens, expected_policy)
-    torch.testing.assert_close(value / valued, expected_value)
-    torch.testing.assert_close(of_log_probs / tokens, log_probs.grad)
-    torch.testing.assert_close(of_values / valued, values.grad)
 
 
 def test_figures_are_sums_over_counted_tokens() -> None:
