@@ -5,6 +5,8 @@ module to test a recipe under a launcher. Tests of import output, of /proc or of
 `running.run_command`.
 """
 
+from __future__ import annotations
+
 import atexit
 import math
 import multiprocessing
@@ -15,8 +17,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -30,6 +32,8 @@ from tests.recipes.running import Ended, environment, tune_run
 ROOT = Path(__file__).parents[1]
 FIRST_FREE = 3
 """The first file descriptor after stdin, stdout and stderr."""
+STARTS_S = 200.0
+"""Ranks share the cores with other processes."""
 
 
 def run_forked(command: Sequence[str], *, cwd: Path, timeout_s: float, expect_no_leftovers: bool = False) -> Ended:
@@ -40,44 +44,65 @@ def run_forked(command: Sequence[str], *, cwd: Path, timeout_s: float, expect_no
     """
     timeout_s *= PATIENCE
     process = Forked(command, cwd)
-    lines: list[str] = []
-    reader = threading.Thread(target=lambda: lines.extend(process.stdout), daemon=True)
-    reader.start()
     try:
         status = process.wait(timeout_s)
     except subprocess.TimeoutExpired:
         status = None
     left = process.end()
-    reader.join(10 * PATIENCE)
-    output = "".join(lines)
     if status is None:
-        raise AssertionError(f"still running after {timeout_s} s: {' '.join(command)}\n{output}")
-    assert not (left and expect_no_leftovers), f"left running: {left}\n{output}"
-    return Ended(status, output)
+        raise AssertionError(f"still running after {timeout_s} s: {' '.join(command)}\n{process.output}")
+    assert not (left and expect_no_leftovers), f"left running: {left}\n{process.output}"
+    return Ended(status, process.output)
 
 
 tune_run_forked = partial(tune_run, run=run_forked)
 
 
+@contextmanager
+def run_in_terminal(folder: Path, arguments: Sequence[str], **variables: str) -> Iterator[Forked]:
+    """Start `tune run` as a terminal does, in a new session, with these extra environment variables."""
+    started = Forked([str(Path(sys.executable).parent / "tune"), "run", *arguments], folder, **variables)
+    try:
+        yield started
+    finally:
+        started.end()
+
+
 class Forked:
-    """A running command: the part of `subprocess.Popen` that tests use."""
+    """A running command and its output so far: the part of `subprocess.Popen` that tests use."""
 
     def __init__(self, command: Sequence[str], cwd: Path, **variables: str) -> None:
         receiver, sender = multiprocessing.Pipe(duplex=False)
         self._process = started(_become, [*command], cwd, {**environment(), **variables}, sender)
         sender.close()
         self._pipe = os.readlink(f"/proc/self/fd/{receiver.fileno()}")
-        self.stdout = open(os.dup(receiver.fileno()), encoding="utf-8", errors="replace")  # noqa: SIM115
+        self.lines: list[tuple[float, str]] = []
+        """Times and lines of the output."""
+        self._reader = threading.Thread(target=self._read, args=(os.dup(receiver.fileno()),), daemon=True)
+        self._reader.start()
         receiver.close()
         assert self._process.pid is not None
         self.pid = self._process.pid
 
+    def _read(self, pipe: int) -> None:
+        with open(pipe, encoding="utf-8", errors="replace") as output:
+            for line in output:
+                self.lines.append((time.time(), line.rstrip()))
+
+    @property
+    def output(self) -> str:
+        return "\n".join(line for _, line in self.lines)
+
+    def when(self, condition: Callable[[], object], timeout_s: float) -> None:
+        """Wait for a condition."""
+        deadline = time.monotonic() + timeout_s
+        while not condition():
+            assert time.monotonic() < deadline, self.output
+            time.sleep(0.05)
+
     @property
     def returncode(self) -> int | None:
         return self._process.exitcode
-
-    def poll(self) -> int | None:
-        return self.returncode
 
     def wait(self, timeout: float) -> int:
         self._process.join(timeout)
@@ -96,12 +121,18 @@ class Forked:
                     found.add(int(outputs.parts[2]))
         return sorted(found)
 
+    def ranks(self) -> list[int]:
+        """Return the processes of the command other than the launcher."""
+        return [pid for pid in self.processes() if pid != self.pid]
+
     def end(self) -> list[int]:
         """Kill the command and all its child processes; return their process IDs."""
         left = self.processes()
         for each in left:
             with suppress(ProcessLookupError):
                 os.kill(each, signal.SIGKILL)
+        self._process.join(10 * PATIENCE)
+        self._reader.join(10 * PATIENCE)
         return left
 
 

@@ -12,6 +12,7 @@ import traceback
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from datetime import timedelta
+from functools import partial, wraps
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -66,6 +67,22 @@ def run_on_ranks(
             for process in processes:
                 process.kill()
                 process.join()
+
+
+def on_ranks(world_size: int, timeout_s: float = 60) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Decorator: run a test on every rank of a gloo process group."""
+
+    def decorated(check: Callable[..., None]) -> Callable[..., None]:
+        @wraps(check)
+        def test(**case: Any) -> None:
+            if "RANK" in os.environ:  # a rank finds this function by the name of the test
+                check(**case)
+            else:
+                run_on_ranks(world_size, partial(test, **case), timeout_s=timeout_s)
+
+        return test
+
+    return decorated
 
 
 def _stack_file(folder: str, rank: int) -> Path:

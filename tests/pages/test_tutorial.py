@@ -11,10 +11,9 @@ from typing import Any
 import yaml
 from safetensors.torch import load_file
 
-from tests.forked_commands import run_forked
+from tests.forked_commands import STARTS_S, run_forked, run_in_terminal
 from tests.pages.test_documents import PROGRAMS, ROOT, files_of
 from tests.pages.tutorial_model import SIZES, write_tiny_model
-from tests.recipes.terminal import STARTS_S, run_in_terminal
 
 PAGE = ROOT / "docs" / "tutorial.md"
 ON_THE_GPU: dict[str, Any] = {
@@ -65,8 +64,8 @@ def test_every_command_of_the_tutorial_runs(tmp_path: Path) -> None:
     assert train[:2] == ["tune", "run"]
     with run_in_terminal(tmp_path, train[2:]) as started:
         started.when(lambda: "step_4 saved" in started.output, STARTS_S)
-        os.killpg(started.process.pid, signal.SIGINT)
-        started.process.wait(60)
+        os.killpg(started.pid, signal.SIGINT)
+        started.wait(60)
     assert "<- chosen" in started.output
     assert "32 samples a step (as configured) · 10 steps an epoch" in started.output
     assert "can continue: step" in run(status)

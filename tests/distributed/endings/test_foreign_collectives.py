@@ -25,7 +25,7 @@ from tests.distributed.models import (
     samples_of,
 )
 from tests.fault_injection import FaultInjector
-from tests.ranks import RankFailed, run_on_ranks
+from tests.ranks import RankFailed, on_ranks, run_on_ranks
 from torchtune_adaptive.engine.recovery import Recovery
 from torchtune_adaptive.engine.results import Totals
 from torchtune_adaptive.engine.step import StepRunner
@@ -170,21 +170,19 @@ def test_out_of_memory_error_with_foreign_collectives_ends_all_ranks(
         run_on_ranks(2, run_out_later, kind, step, operation, first_step, timeout_s=15)
 
 
-def speak_among_two_of_three() -> tuple[bool, int]:
+@on_ranks(3)
+def test_all_ranks_disable_recovery_if_some_communicate() -> None:
     group = dist.new_group([0, 1])
     runner = runner_with(lambda: dist.get_rank() == 2 or dist.all_reduce(torch.ones(1), group=group))
     with hearing_warnings() as captured:
         for step in range(2):
             step_of(runner, step)
-    return runner.recovers, len(captured)
+    assert (runner.recovers, len(captured)) == (False, int(dist.get_rank() == 0))
 
 
-def test_all_ranks_disable_recovery_if_some_communicate():
-    assert run_on_ranks(3, speak_among_two_of_three) == [(False, 1), (False, 0), (False, 0)]
-
-
-def communicate_around_microbatches() -> tuple[bool, list[bool], int]:
-    """Communicate outside microbatches: an evaluation and clipping."""
+@on_ranks(2)
+def test_communication_outside_microbatches_keeps_recovery_on() -> None:
+    """An evaluation and clipping."""
     model, in_mode = build(ModelConfig(layers=1, dropout=0.0)), []
 
     def watched(samples: Sequence[Tensor]) -> Totals:
@@ -200,14 +198,12 @@ def communicate_around_microbatches() -> tuple[bool, list[bool], int]:
                 model(torch.ones(1, 4, dtype=torch.int64))
             dist.all_reduce(torch.ones(1))
         step_of(runner, 3)
-    return runner.recovers, in_mode[:6], runner.recoveries
+    assert (runner.recovers, runner.recoveries) == (True, 1)
+    assert in_mode[:6] == [False] * 6
 
 
-def test_communication_outside_microbatches_keeps_recovery_on():
-    assert run_on_ranks(2, communicate_around_microbatches) == [(True, [False] * 6, 1)] * 2
-
-
-def one_stage_of_two_speaks() -> tuple[bool, bool, list[str]]:
+@on_ranks(2)
+def test_only_the_communicating_stage_loses_recovery() -> None:
     model = build(ModelConfig(layers=1, dropout=0.0))
     train = forward_backward_of(model)
 
@@ -222,10 +218,5 @@ def one_stage_of_two_speaks() -> tuple[bool, bool, list[str]]:
             step_of(first, step)
             step_of(second, step)
     assert first.recoveries == 1
-    return first.recovers, second.recovers, captured
-
-
-def test_only_the_communicating_stage_loses_recovery():
-    (recovers, refused_too, captured), _ = run_on_ranks(2, one_stage_of_two_speaks)
-    assert (recovers, refused_too) == (True, False)
-    assert captured[0].startswith("step 0, train: ")
+    assert (first.recovers, second.recovers) == (True, False)
+    assert [line.partition(": ")[0] for line in captured] == ["step 0, train"] * (dist.get_rank() == 0)

@@ -25,7 +25,7 @@ from tests.distributed.models import (
     samples_of,
 )
 from tests.fault_injection import FaultInjector, wrapping_passes
-from tests.ranks import run_on_ranks
+from tests.ranks import on_ranks
 from torchtune_adaptive.engine import fsdp, ghost
 from torchtune_adaptive.engine.limits import RowLimit
 from torchtune_adaptive.engine.meter import MemoryMeter
@@ -35,7 +35,8 @@ from torchtune_adaptive.engine.results import Totals
 from torchtune_adaptive.engine.step import StepRunner
 
 
-def recover_after_evaluation() -> tuple[int, bool]:
+@on_ranks(2)
+def test_evaluation_before_the_step_does_not_confuse_recovery() -> None:
     model = build(ModelConfig(dropout=0.0, reshard_after_forward=False))  # so evaluation leaves it unsharded
     samples = samples_of(dist.get_rank(), 2)
     forward_backward_of(model)(samples[:1])
@@ -49,29 +50,25 @@ def recover_after_evaluation() -> tuple[int, bool]:
         model(samples[0][None])
     with FaultInjector(runner).fail_at(rank=1, step=1, operation=200):
         runner.run(samples, step=1)
-    return runner.recoveries, gradients_equal(gradients_of(model), expected)
+    assert runner.recoveries == 1
+    assert gradients_equal(gradients_of(model), expected)
 
 
-def test_evaluation_before_the_step_does_not_confuse_recovery():
-    assert run_on_ranks(2, recover_after_evaluation) == [(1, True)] * 2
-
-
-def operations_that_copy() -> tuple[int, int]:
-    plain, offloaded = (Bench(SCENARIOS[name]) for name in ("plain", "offloaded"))
-    return tuple(sum(name.startswith("aten.clone") for name in bench.operations()) for bench in (plain, offloaded))
-
-
-def test_offloaded_tensors_are_copied_to_the_device_and_back():
-    for plain, offloaded in run_on_ranks(2, operations_that_copy):
-        assert offloaded >= plain + 100  # every parameter in forward and backward, and every gradient
+@on_ranks(2)
+def test_offloaded_tensors_are_copied_to_the_device_and_back() -> None:
+    benches = (Bench(SCENARIOS[name]) for name in ("plain", "offloaded"))
+    plain, offloaded = (sum(name.startswith("aten.clone") for name in bench.operations()) for bench in benches)
+    assert offloaded >= plain + 100  # every parameter in forward and backward, and every gradient
 
 
 def is_gathered(model: nn.Module) -> bool:
     return fsdp.awaits_backward(model) or not all(group.is_sharded for group in fsdp.groups_of(model))
 
 
-def left_gathered(recover: bool) -> tuple[bool, bool]:
-    """Collective: do parameters stay gathered after a plain forward, and after a stage without a backward?"""
+@pytest.mark.parametrize("recover", [True, False])
+@on_ranks(2)
+def test_stage_without_backward_leaves_no_parameters_gathered(recover: bool) -> None:
+    """Writing into gathered parameters, as a search does at its end, would be lost."""
     model, tokens = build(ModelConfig(dropout=0.0)), torch.arange(6)
 
     def ask(samples: Sequence[torch.Tensor]) -> Totals:
@@ -79,15 +76,9 @@ def left_gathered(recover: bool) -> tuple[bool, bool]:
             return Totals(model(torch.stack([*samples])).sum(), len(samples))
 
     ask([tokens])
-    plain = is_gathered(model)
+    assert is_gathered(model)
     runner_of(model, 2, ask, Recovery(model, enabled=recover)).run([tokens, tokens], step=0)
-    return plain, is_gathered(model)
-
-
-@pytest.mark.parametrize("recover", [True, False])
-def test_stage_without_backward_leaves_no_parameters_gathered(recover: bool):
-    """Writing into gathered parameters, as a search does at its end, would be lost."""
-    assert run_on_ranks(2, left_gathered, recover, timeout_s=30) == [(True, False)] * 2
+    assert not is_gathered(model)
 
 
 # ghost passes: what they compute, and what they cost
@@ -103,8 +94,8 @@ def numbered_samples() -> list[Tensor]:
     return [torch.arange(start, start + 8) for start in range(4)]
 
 
-def gradients_with_a_cache() -> tuple[int, bool]:
-    """Collective: fail in the first pass of a layer that caches a tensor in it."""
+@on_ranks(2)
+def test_tensor_cached_by_a_module_in_a_failing_first_pass_is_recomputed_with_data() -> None:
 
     def scaled(value: Tensor) -> Tensor:
         if not hasattr(runner.model, "factor"):
@@ -118,11 +109,8 @@ def gradients_with_a_cache() -> tuple[int, bool]:
     runner = runner_with(scaled)
     with FaultInjector(runner).fail_at(rank=1, step=0, operation=2):
         runner.run(numbered_samples(), step=0)
-    return runner.recoveries, gradients_equal(gradients_of(runner.model), expected)
-
-
-def test_tensor_cached_by_a_module_is_recomputed_with_data():
-    assert run_on_ranks(2, gradients_with_a_cache, timeout_s=20) == [(1, True)] * 2
+    assert runner.recoveries == 1
+    assert gradients_equal(gradients_of(runner.model), expected)
 
 
 class Stored:
@@ -132,7 +120,8 @@ class Stored:
         self.value, self.reference = value, None
 
 
-def recover_in_a_stage_that_stores_results() -> int:
+@on_ranks(2)
+def test_stage_that_stores_results_in_its_samples_recovers() -> None:
     model = runner_with(torch.sin).model
 
     def store(stored: Sequence[Stored]) -> Totals:
@@ -147,30 +136,24 @@ def recover_in_a_stage_that_stores_results() -> int:
         runner.run(stored, step=0)
     expected = model(torch.stack([each.value for each in stored]))
     torch.testing.assert_close(torch.stack([each.reference for each in stored]), expected)
-    return runner.recoveries
+    assert runner.recoveries == 1
 
 
-def test_stage_that_stores_results_in_its_samples_recovers() -> None:
-    assert run_on_ranks(2, recover_in_a_stage_that_stores_results, timeout_s=20) == [1, 1]
-
-
-def close_the_first_of_two() -> tuple[bool, bool]:
-    """Collective: return whether the second runner still counts messages, and whether it stops when it is closed."""
+@on_ranks(2)
+def test_runners_may_be_closed_in_any_order() -> None:
+    """The second one counts messages until it is closed."""
     stock = dist.ProcessGroup.allreduce
     first, second = (runner_with(torch.sin) for _ in range(2))
     first.close()
     second.run(numbered_samples(), step=0)
-    patched = dist.ProcessGroup.allreduce
+    assert dist.ProcessGroup.allreduce is not stock
     second.close()
-    return patched is not stock, dist.ProcessGroup.allreduce is stock
+    assert dist.ProcessGroup.allreduce is stock
 
 
-def test_runners_may_be_closed_in_any_order() -> None:
-    assert run_on_ranks(2, close_the_first_of_two, timeout_s=20) == [(True, True)] * 2
-
-
-def peaks() -> tuple[int, int]:
-    """Collective: return the peaks of the ghost pass and of a microbatch, in a step whose last operation fails."""
+@on_ranks(2)
+def test_ghost_pass_needs_less_than_a_quarter_of_the_memory_of_a_pass() -> None:
+    """In a step whose last operation fails."""
     bench = Bench(replace(SCENARIOS["tensor parallel"], rows=4))
     bench.samples = [torch.arange(64)] * 4
     ghost._SMALL = 64  # elements: scaled down with the model
@@ -187,16 +170,13 @@ def peaks() -> tuple[int, int]:
 
     with meter, wrapping_passes(runner, around):
         bench.disturbed(runner, 900)
-    kinds = dict(drained[:2])
-    return kinds.get("drain", 0), max(size for kind, size in drained if kind == "microbatch")
+    if dist.get_rank() == 1:
+        real_bytes = max(size for kind, size in drained if kind == "microbatch")
+        assert 0 < dict(drained[:2])["drain"] < real_bytes / 4
 
 
-def test_ghost_pass_needs_less_than_a_quarter_of_the_memory_of_a_pass():
-    _, (ghost_bytes, real_bytes) = run_on_ranks(2, peaks, timeout_s=30)
-    assert 0 < ghost_bytes < real_bytes / 4
-
-
-def modes_in_healthy_steps() -> list[bool]:
+@on_ranks(2)
+def test_healthy_steps_run_without_a_dispatch_mode() -> None:
     in_mode = []
 
     def watched(value: Tensor) -> Tensor:
@@ -207,8 +187,4 @@ def modes_in_healthy_steps() -> list[bool]:
     for step in range(2):
         runner.run(numbered_samples(), step=step)
         runner.model.zero_grad(set_to_none=True)
-    return in_mode
-
-
-def test_healthy_steps_run_without_a_dispatch_mode():
-    assert run_on_ranks(2, modes_in_healthy_steps, timeout_s=20) == [[False, False]] * 2
+    assert in_mode == [False, False]

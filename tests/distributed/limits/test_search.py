@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tests.ranks import PATIENCE, run_on_ranks
+from tests.ranks import PATIENCE, on_ranks, run_on_ranks
 from tests.searched_model import (
     Shape,
     Trained,
@@ -96,7 +96,8 @@ def test_all_ranks_agree_whether_a_step_is_one_microbatch():
     assert [(each.rows, each.accumulates) for each in found] == [(12, False), (10, True)], found
 
 
-def search_after_an_evaluation() -> bool:
+@on_ranks(2)
+def test_search_after_an_evaluation_keeps_the_weights() -> None:
     with MemoryMeter() as meter:
         trained = Trained(Shape())
         weights = [full_tensor(each.detach()) for each in trained.model.parameters()]
@@ -104,11 +105,7 @@ def search_after_an_evaluation() -> bool:
             trained.model(trained.sample[None])  # no backward follows, so FSDP leaves the root gathered
         search_on_rank(trained, meter, [10**9] * 2, max_rows=2)
         now = [full_tensor(each.detach()) for each in trained.model.parameters()]
-        return all(map(torch.equal, weights, now))
-
-
-def test_search_after_an_evaluation_keeps_the_weights():
-    assert run_on_ranks(2, search_after_an_evaluation) == [True, True]
+        assert all(map(torch.equal, weights, now))
 
 
 def train(searches: bool, resumed: bool, offload: bool) -> tuple[list[float], Any]:

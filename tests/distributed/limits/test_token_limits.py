@@ -1,6 +1,5 @@
 """Steps under a length limit: ranks with different samples run equally many microbatches, and any may be empty."""
 
-import itertools
 import logging
 from collections.abc import Callable
 
@@ -12,7 +11,6 @@ from torch import Tensor, nn
 from tests.distributed.count_collectives import ALL_REDUCE, CountCollectives
 from tests.distributed.models import (
     VOCABULARY,
-    Gradients,
     ModelConfig,
     build,
     forward_backward_of,
@@ -20,15 +18,14 @@ from tests.distributed.models import (
     gradients_of,
 )
 from tests.fault_injection import FaultInjector
-from tests.ranks import RankFailed, run_on_ranks
-from torchtune_adaptive.engine.limits import Limit, Surface, SurfaceLimit, TokenLimit
+from tests.ranks import RankFailed, on_ranks, run_on_ranks
+from torchtune_adaptive.engine.limits import Limit, TokenLimit
 from torchtune_adaptive.engine.plans import SampleKind
 from torchtune_adaptive.engine.step import StepRunner
 
 PLAIN = ModelConfig(dropout=0.0)
 LENGTHS = [[4, 5, 4, 6, 4, 5], [31, 7, 30, 4, 12, 9], [8, 16, 8, 16, 8, 16]]
 """By rank: with 32 tokens the first needs one microbatch, the second four, the third three."""
-SURFACE = SurfaceLimit({"layers": Surface(100.0, 1.0, 1.0)}, budget_bytes=140)
 
 
 def samples_here(step: int = 0, lengths: list[list[int]] = LENGTHS) -> list[Tensor]:
@@ -53,63 +50,23 @@ def runner_of(
     return StepRunner(model, forward_backward_of(model, joined=joined), limit=limit, kind=kind)
 
 
-def close(left: Gradients, right: Gradients) -> bool:
-    return all(torch.allclose(left[name], right[name], rtol=1e-5, atol=1e-5) for name in left)
-
-
 FEW = [[9], [30, 29, 31, 28], [12, 14]]
 """Ranks 0 and 2 have fewer samples than rank 1 needs microbatches."""
 
 
-def step_by_length(lengths: list[list[int]]) -> tuple[list[int], list[bool]]:
-    """Return the microbatches on this rank under each limit, padded and joined, and whether figures and gradients equal
-    those of plain FSDP."""
-    reference, samples = build(PLAIN), samples_here(0, lengths)
-    forward_backward, plain = forward_backward_of(reference), []
-    for index in range(max(map(len, lengths[: dist.get_world_size()]))):
-        if index < len(samples):
-            plain.append(forward_backward(samples[index : index + 1]))
-        else:  # the same collectives on all ranks, with a loss of zero if no sample remains
-            (reference(samples[0][None]).sum() * 0.0).backward()
-    totals = torch.tensor([sum(float(each.loss_sum) for each in plain), sum(each.target_tokens for each in plain)])
-    dist.all_reduce(totals)
-    microbatches, equal = [], []
-    for limit, joined in itertools.product((TokenLimit(32), SURFACE), (False, True)):
-        by_length = build(PLAIN)
-        result = runner_of(by_length, limit, joined=joined).run(samples, step=0)
-        figures = torch.tensor([float(result.loss_sum), result.target_tokens])
-        same = torch.allclose(figures, totals, rtol=1e-5)
-        equal.append(same and close(gradients_of(by_length), gradients_of(reference)))
-        microbatches.append(result.microbatches)
-    return microbatches, equal
-
-
-@pytest.mark.parametrize("lengths", [LENGTHS, FEW], ids=["equal numbers", "empty microbatches"])
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_gradient_under_a_limit_by_length_is_that_of_plain_fsdp(world_size: int, lengths: list[list[int]]) -> None:
-    first, *others = run_on_ranks(world_size, step_by_length, lengths)
-    assert others == [first] * (world_size - 1)
-    assert first[0][0] == 4
-    assert all(first[1])
-
-
-def reductions_of_steps(announced: bool) -> list[int]:
-    """Return the number of all-reduces in each of four steps."""
+@pytest.mark.parametrize(("announced", "spoken"), [(True, [2, 1, 1, 1]), (False, [2, 2, 2, 2])])
+@on_ranks(2)
+def test_only_unannounced_steps_cost_an_extra_reduction(announced: bool, spoken: list[int]) -> None:
     model = build(PLAIN)
     runner = runner_of(model, TokenLimit(32))
-    spoken = []
+    reductions = []
     for step in range(4):
         upcoming = samples_here(step + 1) if announced and step < 3 else None
         with CountCollectives() as counted:
             runner.run(samples_here(step), step=step, upcoming=upcoming)
-        spoken.append(counted.seen[ALL_REDUCE])
+        reductions.append(counted.seen[ALL_REDUCE])
         model.zero_grad()
-    return spoken
-
-
-@pytest.mark.parametrize(("announced", "spoken"), [(True, [2, 1, 1, 1]), (False, [2, 2, 2, 2])])
-def test_only_unannounced_steps_cost_an_extra_reduction(announced: bool, spoken: list[int]):
-    assert run_on_ranks(2, reductions_of_steps, announced) == [spoken] * 2
+    assert reductions == spoken
 
 
 def recover(fail_at: int, joined: bool) -> str:

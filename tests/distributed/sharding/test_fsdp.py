@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from tests.distributed.count_collectives import ALL_REDUCE, CountCollectives
 from tests.distributed.models import ModelConfig, build, forward_backward_of, mesh_of, runner_of, samples_of
 from tests.fault_injection import FaultInjector, wrapping_passes
-from tests.ranks import run_on_ranks
+from tests.ranks import on_ranks, run_on_ranks
 from torchtune_adaptive.engine.fsdp import exchanges_activations
 from torchtune_adaptive.engine.ranks import full_tensor
 from torchtune_adaptive.engine.results import Totals
@@ -100,23 +100,17 @@ def use_the_runner_after_that(runner: StepRunner[Tensor]) -> None:
 USES = (use_the_model_after_the_runner, use_the_model_during_the_runner, use_the_runner_after_that)
 
 
-def next_gradients(config: ModelConfig) -> dict[str, float]:
-    """Collective: return the gradient error after an aborted step, or without one, by use of the model."""
-    errors = {}
+@pytest.mark.smoke("sharded in nodes")
+@pytest.mark.parametrize("config", [IN_NODES, REPLICATED], ids=["sharded in nodes", "replicated"])
+@on_ranks(4)
+def test_aborted_step_does_not_change_the_next_gradients(config: ModelConfig) -> None:
+    """Nor does a runner without an aborted step."""
     for next_use, microbatch in itertools.product(USES, (None, 0, 2, 3)):
         runner = runner_of(build(config), 4) if microbatch is None else break_off(config, microbatch)
         next_use(runner)
         difference = whole_gradients(runner.model) - gradients_of_one_process()
-        errors[f"{next_use.__name__}, {microbatch}"] = difference.abs().max().item()
+        assert difference.abs().max() < 1e-3, (next_use.__name__, microbatch)
         runner.close()
-    return errors
-
-
-@pytest.mark.smoke("sharded in nodes")
-@pytest.mark.parametrize("config", [IN_NODES, REPLICATED], ids=["sharded in nodes", "replicated"])
-def test_aborted_step_does_not_change_the_next_gradients(config: ModelConfig):
-    for errors in run_on_ranks(4, next_gradients, config):
-        assert max(errors.values()) < 1e-3, errors
 
 
 class SometimesTwoHeads(nn.Module):
@@ -131,45 +125,38 @@ class SometimesTwoHeads(nn.Module):
         return self.head(found) if tokens.shape[1] > 8 else found
 
 
-def use_a_head_in_all_but_the_last() -> str | float:
-    """Collective: return the error message of the run, or the largest gradient error."""
+@on_ranks(4)
+def test_gradients_missing_from_the_last_microbatch_are_reduced_or_end_the_run() -> None:
+    """torch 2.15 and later reduce them; earlier versions would silently lose them."""
     samples = [[torch.arange(1, 20) + rank, torch.arange(1, 6)] for rank in range(dist.get_world_size())]
     model, alone = SometimesTwoHeads(), SometimesTwoHeads()
     alone.load_state_dict(model.state_dict())
     for module in (model.body, model.head, model):
         fully_shard(module, mesh=mesh_of(2))
+    message = ""
     try:
         runner_of(model, 1).run(samples[dist.get_rank()], step=1)
     except UnrecoverableError as error:
-        return str(error)
-    return (whole_gradients(model) - mean_over_ranks(alone, samples)).abs().max().item()
+        message = str(error)
+    if message:
+        assert message.startswith("head: an earlier microbatch of this step produced gradients, but the last one")
+    else:
+        assert (whole_gradients(model) - mean_over_ranks(alone, samples)).abs().max() < 1e-3
 
 
-def test_gradients_missing_from_the_last_microbatch_are_reduced_or_end_the_run():
-    """torch 2.15 and later reduce them; earlier versions would silently lose them."""
-    outcomes = run_on_ranks(4, use_a_head_in_all_but_the_last)
-    if isinstance(outcomes[0], float):
-        assert max(outcomes) < 1e-3
-        return
-    assert outcomes == outcomes[:1] * 4
-    assert outcomes[0].startswith("head: an earlier microbatch of this step produced gradients, but the last one")
-
-
-def exchange_with_weights_loaded_after_sharding() -> bool:
-    """Replace the parameters of a sharded model by others, as transformers does when it loads weights."""
+@on_ranks(2)
+def test_weights_loaded_after_sharding_are_still_those_of_fsdp() -> None:
+    """transformers replaces the parameters of a sharded model by others when it loads weights."""
     model = build(SHARDED)
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
             setattr(module, name, nn.Parameter(parameter.detach().clone()))
-    return exchanges_activations(model)
+    assert not exchanges_activations(model)
 
 
-def test_weights_loaded_after_sharding_are_still_those_of_fsdp() -> None:
-    assert run_on_ranks(2, exchange_with_weights_loaded_after_sharding) == [False, False]
-
-
-def unfreeze() -> None:
-    """Freeze the first layer in step 1, train it in step 2, and fail in step 2."""
+@on_ranks(2)
+def test_layers_may_be_unfrozen_between_steps() -> None:
+    """The first layer is frozen in step 1 and trained in step 2, which fails once."""
     model = build(SHARDED)
     model.layers[0].requires_grad_(False)
     runner = runner_of(model, 4)
@@ -182,12 +169,9 @@ def unfreeze() -> None:
     assert (whole_gradients(model) - expected).abs().max() < 1e-5 * expected.abs().max()
 
 
-def test_layers_may_be_unfrozen_between_steps() -> None:
-    run_on_ranks(2, unfreeze)
-
-
-def skip_a_step() -> float:
-    """Skip a step of a loop that reduce-scatters gradients only in the last microbatch; return the next error."""
+@on_ranks(2)
+def test_skipped_step_does_not_change_the_next_gradients() -> None:
+    """In a loop that reduce-scatters gradients only in the last microbatch."""
 
     def accumulating(samples: Sequence[Tensor]) -> Totals:
         number = next(numbers)
@@ -205,8 +189,4 @@ def skip_a_step() -> float:
         runner.run(samples, step=2)
     numbers = itertools.count()
     runner.run(samples, step=3)
-    return ((whole_gradients(model) - expected).abs().max() / expected.abs().max()).item()
-
-
-def test_skipped_step_does_not_change_the_next_gradients() -> None:
-    assert max(run_on_ranks(2, skip_a_step)) < 1e-6
+    assert (whole_gradients(model) - expected).abs().max() < 1e-6 * expected.abs().max()

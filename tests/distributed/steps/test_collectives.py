@@ -21,17 +21,16 @@ from tests.distributed.models import (
     samples_of,
 )
 from tests.fault_injection import FaultInjector
-from tests.ranks import run_on_ranks
+from tests.ranks import on_ranks, run_on_ranks
 from tests.simulated_memory import FakeMemory
 from torchtune_adaptive.engine.consistency import LATE_S
 from torchtune_adaptive.engine.recovery import Recovery
 
-Figures = tuple[float, float]
-"""The loss and its number of tokens."""
 
-
-def stock_and_adaptive(recover: bool) -> tuple[Counter[str], Figures, Counter[str], Figures]:
-    """Collective: return collectives and figures of two microbatches of stock torchtune, and of StepRunner."""
+@pytest.mark.smoke
+@pytest.mark.parametrize("recover", [True, False])
+@on_ranks(2)
+def test_step_has_one_collective_less_than_stock(recover: bool) -> None:
     model = build(ModelConfig(dropout=0.0))
     samples, forward_backward = samples_of(dist.get_rank(), 4), forward_backward_of(model)
     forward_backward(samples)
@@ -44,19 +43,14 @@ def stock_and_adaptive(recover: bool) -> tuple[Counter[str], Figures, Counter[st
     runner = runner_of(model, 2, recovery=Recovery(model, enabled=recover))
     with CountCollectives() as adaptive:
         result = runner.run(samples, step=0)
-    return stock.seen, (loss.item(), tokens.item()), adaptive.seen, (result.loss_sum.item(), result.target_tokens)
+    assert stock.seen - adaptive.seen == Counter({ALL_REDUCE: 1})
+    assert adaptive.seen - stock.seen == Counter()
+    assert result.loss_sum.item() == pytest.approx(loss.item(), rel=1e-6)
+    assert result.target_tokens == tokens.item()
 
 
-@pytest.mark.smoke
-def test_step_has_one_collective_less_than_stock():
-    for recover in (True, False):
-        for stock, summed, adaptive, found in run_on_ranks(2, stock_and_adaptive, recover):
-            assert stock - adaptive == Counter({ALL_REDUCE: 1})
-            assert adaptive - stock == Counter()
-            assert found == pytest.approx(summed, rel=1e-6)
-
-
-def plain_step_after_close() -> tuple[int, int]:
+@on_ranks(2)
+def test_close_restores_fsdps_collectives() -> None:
     model = build(ModelConfig())
     forward_backward, samples = forward_backward_of(model), samples_of(dist.get_rank(), 2)
     runner = runner_of(model, 2)
@@ -64,34 +58,25 @@ def plain_step_after_close() -> tuple[int, int]:
     counted = runner.recovery.ledger.position
     runner.close()
     forward_backward(samples)
-    return counted, runner.recovery.ledger.position
+    assert counted == runner.recovery.ledger.position > 0
 
 
-def test_close_restores_fsdps_collectives():
-    for counted, counted_after_close in run_on_ranks(2, plain_step_after_close):
-        assert counted == counted_after_close > 0
-
-
-def recoveries_of_one_model() -> int:
+@on_ranks(2)
+def test_model_has_one_recovery_at_a_time() -> None:
     model = build(ModelConfig())
     first = Recovery(model)
     with pytest.raises(ValueError, match="already has a Recovery: pass that one to all runners of the model"):
         Recovery(model)
     first.close()
     runner = runner_of(model, 2, recovery=Recovery(model))
-    return runner.run(samples_of(dist.get_rank(), 2), step=0).microbatches
+    assert runner.run(samples_of(dist.get_rank(), 2), step=0).microbatches == 1
 
 
-def test_model_has_one_recovery_at_a_time():
-    assert run_on_ranks(2, recoveries_of_one_model) == [1, 1]
-
-
-def gradients_of_steps(room_for_gradients: float | None) -> tuple[list[int], list[bool], list[bool]]:
-    """Collective: run four steps of two microbatches with `reduce_once`, and run out of memory in a fifth one.
-
-    Return for each step the number of reduce-scatters, and whether the gradients are bitwise those of a plain loop
-    that reduces them in every microbatch, and of a plain loop that reduces them in the last one only. If
-    `room_for_gradients` is 1, there is exactly enough memory for the gradients of the whole model.
+@pytest.mark.parametrize("room_for_gradients", [None, 1, 0.99], ids=["not_measured", "enough", "too_little"])
+@on_ranks(2)
+def test_gradients_are_reduced_once_per_step_while_memory_allows(room_for_gradients: float | None) -> None:
+    """They are bitwise those of a plain loop that reduces them in every microbatch, or in the last one only. Step 5
+    runs out of memory. With 1, there is exactly enough memory for the gradients of the whole model.
     """
     model = build(ModelConfig(dropout=0.0))
     assert isinstance(model, FSDPModule)
@@ -121,14 +106,8 @@ def gradients_of_steps(room_for_gradients: float | None) -> tuple[list[int], lis
     if dist.get_rank() == 0:
         in_every_microbatch = "gradients are reduced in every microbatch from now on, limit stays at 2 rows"
         assert any(in_every_microbatch in line for line in log) == (room_for_gradients != 0.99)
-    return scatters, *same_as
-
-
-@pytest.mark.parametrize("room_for_gradients", [None, 1, 0.99], ids=["not_measured", "enough", "too_little"])
-def test_gradients_are_reduced_once_per_step_while_memory_allows(room_for_gradients: float | None):
-    [scatters, in_every, in_last], other = run_on_ranks(2, gradients_of_steps, room_for_gradients)
-    assert [scatters, in_every, in_last] == [*other]
     every, once = scatters[0], scatters[0] // 2
+    in_every, in_last = same_as
     if room_for_gradients == 0.99:
         assert scatters[:4] == [every] * 4
         assert all(in_every[:4])
@@ -165,8 +144,8 @@ def test_late_rank_is_not_mistaken_for_one_with_different_samples(name: str) -> 
     assert run_on_ranks(ranks, change_a_step_with_a_late_rank, name, timeout_s=30) == [(ranks * 4 * 7, 0)] * ranks
 
 
-def thrash_on_rank_1() -> tuple[list[int], int, list[tuple[str, tuple[int, ...]]]]:
-    """Return for this rank the rows of each step, the number of agreements, and the events."""
+@on_ranks(2)
+def test_thrashing_on_one_rank_changes_the_limit_of_all_without_extra_collectives() -> None:
     model, memory, events = build(ModelConfig(dropout=0.0)), FakeMemory(), []
     recovery = Recovery(model, regrow_after=3, on_change=lambda event: events.append((event.kind, event.ranks)))
     runner = runner_of(model, 4, recovery=recovery)
@@ -178,25 +157,13 @@ def thrash_on_rank_1() -> tuple[list[int], int, list[tuple[str, tuple[int, ...]]
             rows.append(runner.limit.rows)
             runner.run(samples_of(dist.get_rank(), 4), step=step)
             model.zero_grad()
-    return rows, counted.seen[ALL_REDUCE], events
-
-
-def test_thrashing_on_one_rank_changes_the_limit_of_all_without_extra_collectives():
-    healthy, thrashing = run_on_ranks(2, thrash_on_rank_1)
-    assert healthy == thrashing
-    rows, agreements, events = healthy
     assert rows[:5] == [4, 4, 4, 4, 2]
-    assert agreements == len(rows)
+    assert counted.seen[ALL_REDUCE] == len(rows)
     assert events[0] == ("thrashing", (1,))
 
 
-def peak_of_the_fullest_rank() -> tuple[int, int]:
+@on_ranks(2)
+def test_fullest_rank_is_closest_to_its_budget() -> None:
     runner = runner_of(build(ModelConfig()), 4)
     runner.measure_memory([FakeMemory(peak_bytes=700), FakeMemory(budget_bytes=500, peak_bytes=400)][dist.get_rank()])
-    memory = runner.run(samples_of(dist.get_rank(), 4), step=0).memory
-    assert memory is not None
-    return memory
-
-
-def test_fullest_rank_is_closest_to_its_budget():
-    assert run_on_ranks(2, peak_of_the_fullest_rank) == [(400, 500)] * 2
+    assert runner.run(samples_of(dist.get_rank(), 4), step=0).memory == (400, 500)

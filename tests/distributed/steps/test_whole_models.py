@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from tests.fault_injection import FaultInjector
-from tests.ranks import run_on_ranks
+from tests.ranks import on_ranks, run_on_ranks
 from torchtune_adaptive.engine import buckets
 from torchtune_adaptive.engine.limits import RowLimit
 from torchtune_adaptive.engine.plans import SampleKind
@@ -170,10 +170,8 @@ def test_gradients_are_means_of_plain_gradients_in_every_step(way: str, ranks: i
                 assert compared.reduced_early == (way not in ("reentrant", "twice")) or way == "changing", compared
 
 
-def messages_of_steps() -> tuple[int, list[int]]:
-    """Collective: return the messages of a step under DistributedDataParallel, and of steps of a StepRunner, the last
-    of which fails once.
-    """
+@on_ranks(2)
+def test_step_sends_one_message_more_than_distributed_data_parallel() -> None:
     model = nn.Sequential(*(nn.Linear(128, 128) for _ in range(150)))
     stock, rows = DistributedDataParallel(copy.deepcopy(model)), torch.randn(4, 128)
     [counter] = [counter for _, counter in message_counters()]
@@ -194,28 +192,20 @@ def messages_of_steps() -> tuple[int, list[int]]:
             runner.run([*rows], step=step)
             model.zero_grad()
             counts.append(counter() - before)
-    return in_stock, counts
+    # the first step also compares the weights, and the last is repeated
+    assert [sent - in_stock for sent in counts] == [3, 1, 1, 4]
 
 
-def test_step_sends_one_message_more_than_distributed_data_parallel() -> None:
-    for stock, steps in run_on_ranks(2, messages_of_steps):
-        # the first step also compares the weights, and the last is repeated
-        assert [sent - stock for sent in steps] == [3, 1, 1, 4]
-
-
-def without_backward() -> bool:
-    """Collective: return whether a stage without a backward leaves no gradients."""
+@on_ranks(2)
+def test_stage_without_backward_leaves_no_gradients() -> None:
     model = Layers()
     with torch.no_grad():
         runner_of(model, lambda samples: model(samples[0])).run(samples_of(dist.get_rank()), step=1)
-    return all(parameter.grad is None for parameter in model.parameters())
+    assert all(parameter.grad is None for parameter in model.parameters())
 
 
-def test_stage_without_backward_leaves_no_gradients() -> None:
-    assert run_on_ranks(2, without_backward) == [True, True]
-
-
-def communicate_in_microbatches() -> tuple[bool, int]:
+@on_ranks(2)
+def test_communicating_microbatches_are_not_repeated() -> None:
     model = Layers()
 
     def loss_of(samples: Sequence[Tensor]) -> Tensor:
@@ -225,8 +215,4 @@ def communicate_in_microbatches() -> tuple[bool, int]:
 
     runner = runner_of(model, loss_of)
     runner.run(samples_of(dist.get_rank()), step=1)
-    return runner.recovers, runner.recoveries
-
-
-def test_communicating_microbatches_are_not_repeated() -> None:
-    assert run_on_ranks(2, communicate_in_microbatches) == [(False, 0)] * 2
+    assert (runner.recovers, runner.recoveries) == (False, 0)

@@ -53,8 +53,6 @@ def main() -> int:
         ]
         for each in pool.map(lambda job: job(), jobs):
             tally.add(each)
-    for where, count in sorted(tally.places.items()):
-        print(f"  {count:3} × {where}")
     for fault in tally.faults:
         print(f"FAULT {fault}")
     too_few = [name for name, least in LEAST.items() if tally.counts[name] < least and not options.only]

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from tests.recipes.crash import outputs
 from tests.recipes.crash.hook import LAST_SAVE, LAST_STEP, STEP, TRAIN, Point
-from tests.recipes.crash.plans import Plan, Scout, place
+from tests.recipes.crash.plans import Plan, Scout
 from tests.recipes.crash.runs import (
     FINISHED,
     FIRST_PRUNING,
@@ -33,8 +33,6 @@ class Tally:
 
     counts: Counter[str] = field(default_factory=Counter)
     """Runs that were KILLED, STOPPED by a signal, and resumed afterwards; and those of a `tune run`."""
-    places: Counter[str] = field(default_factory=Counter)
-    """Places of kills and signals, without numbers."""
     faults: list[str] = field(default_factory=list)
     steps_lost: int = 0
 
@@ -44,7 +42,6 @@ class Tally:
 
     def add(self, other: Tally) -> None:
         self.counts += other.counts
-        self.places += other.places
         self.faults += other.faults
         self.steps_lost = max(self.steps_lost, other.steps_lost)
 
@@ -114,7 +111,6 @@ class Chain:
             self.pending += 1
             self.tally.counts[life.ended] += 1
             self.tally.counts[f"{life.ended} by tune run"] += self.start.way != FORKED
-            self.tally.places[f"{life.ended} at {place(life.where)}"] += 1
         if life.ended == STOPPED and point is not None:
             trained = steps[-1] if steps else None
             for fault in outputs.faults_of_a_stop(point, life, trained, max(left.values(), default=0)):

@@ -112,14 +112,8 @@ def unlike(operations: list[str]) -> list[int]:
     """Return the numbers of the operations, from 1; of similar ones the outermost and one more."""
     alike: dict[str, list[int]] = {}
     for at, label in enumerate(operations, start=1):
-        alike.setdefault(place(label), []).append(at)
+        alike.setdefault(re.sub(r"[0-9a-f]{8,}|\d+(\.\d+)?", "N", label), []).append(at)
     return sorted(at for group in alike.values() for at in {group[0], group[len(group) // 2], group[-1]})
-
-
-def place(where: str) -> str:
-    """Return the kind of a place, for example `rename epoch_N`."""
-    label = re.sub(r"^(start|train|last-save):\d+ ", r"\1 ", where)
-    return re.sub(r"[0-9a-f]{8,}|\d+(\.\d+)?", "N", label)
 
 
 def in_a_step(seen: Scout, draw: random.Random) -> Point:

@@ -13,10 +13,10 @@ import torch
 from torchtune.modules.loss import CEWithChunkedOutputLoss
 
 from tests.captured_logs import captured_log
+from tests.forked_commands import STARTS_S, run_in_terminal
 from tests.ranks import run_on_ranks
 from tests.recipes.recorders import read_log
 from tests.recipes.running import demo_config, run_ours
-from tests.recipes.terminal import STARTS_S, run_in_terminal
 from tests.scheduling_delays import SchedulingDelays
 from torchtune_adaptive.cli.status import Condition, condition_of
 from torchtune_adaptive.lifecycle.signals import ONE_SIGNAL_S
@@ -95,7 +95,7 @@ def test_first_error_ends_all_ranks_with_its_message_within_two_seconds(case: st
     ranks, overrides, named = ERRORS[case]
     launched = LAUNCHED_ON_PAIRS if "pairs" in case else LAUNCHED
     with SchedulingDelays() as delays, tune_run(ranks, tmp_path, *overrides, launched=launched) as run:
-        assert run.process.wait(STARTS_S) == 1
+        assert run.wait(STARTS_S) == 1
         run.when(lambda: "ChildFailedError" in run.output, 10)
     [(moment, line)] = [(moment, line) for moment, line in run.lines if line.startswith("error")]
     assert re.match(rf"error(?: \(rank [12]\))?: .*{named}", line)
@@ -110,8 +110,8 @@ def test_first_error_ends_all_ranks_with_its_message_within_two_seconds(case: st
 def test_ctrl_c_saves_and_prints_one_line(tmp_path: Path) -> None:
     with tune_run(2, tmp_path, "dataset.samples=100000") as run:
         run.when(lambda: re.search(r"loss \d", run.output), STARTS_S)
-        os.killpg(run.process.pid, signal.SIGINT)
-        assert run.process.wait(60) == 1
+        os.killpg(run.pid, signal.SIGINT)
+        assert run.wait(60) == 1
     [step] = re.findall(r"^SIGINT: .* after step (\d+); .*\. To resume: ", run.output, re.MULTILINE)
     assert (tmp_path / "out" / f"step_{step}" / "adaptive_checkpoint.json").is_file()
     assert "KeyboardInterrupt" not in run.output, run.output
@@ -125,11 +125,11 @@ def test_second_signal_through_the_launcher_ends_all_ranks_immediately(tmp_path:
         run.when(lambda: "step_2 saved in" in run.output, STARTS_S)
         (tmp_path / "hold").touch()
         run.when((tmp_path / "held").exists, 60)
-        os.kill(run.process.pid, signal.SIGTERM)
+        os.kill(run.pid, signal.SIGTERM)
         run.when(lambda: "SIGTERM: " in run.output, 20)
         time.sleep(2 * ONE_SIGNAL_S)
-        os.kill(run.process.pid, signal.SIGTERM)
-        assert run.process.wait(20) == 1
+        os.kill(run.pid, signal.SIGTERM)
+        assert run.wait(20) == 1
         run.when(lambda: "got signal" in run.output, 10)
         assert run.ranks() == []
     [end] = re.findall(r"SIGTERM, the second signal: .*", run.output)

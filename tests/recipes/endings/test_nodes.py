@@ -12,11 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.forked_commands import run_forked
+from tests.forked_commands import STARTS_S, Forked, run_forked, run_in_terminal
 from tests.ranks import PATIENCE, free_ports
 from tests.recipes.recorders import assert_same_figures
 from tests.recipes.running import RELATIVE_AFTER_ADAM
-from tests.recipes.terminal import STARTS_S, Started, run_in_terminal
 from tests.timeline import read_timeline
 
 RUN = (
@@ -65,27 +64,27 @@ RESTARTS_S = 200.0
 """The rendezvous needs up to 15 s to notice a lost node; then the ranks restart."""
 
 
-def node(folder: Path, port: int, *, hosts: bool, **variables: str) -> AbstractContextManager[Started]:
+def node(folder: Path, port: int, *, hosts: bool, **variables: str) -> AbstractContextManager[Forked]:
     """Start the launcher of a node; one of two hosts the rendezvous store."""
     meet = ["--rdzv_backend", "c10d", "--rdzv_endpoint", f"localhost:{port}", "--rdzv_conf", f"is_host={int(hosts)}"]
     launcher = ["--nnodes", "2", "--nproc_per_node", "2", *meet, "--max_restarts", "3"]
     return run_in_terminal(folder, [*launcher, *RESUMED], **{**NEW_STORE, **variables})
 
 
-def newest(*nodes: Started) -> int:
+def newest(*nodes: Forked) -> int:
     """Return the step of the newest checkpoint in the output."""
     return max((int(step) for each in nodes for step in re.findall(r"step_(\d+) saved in", each.output)), default=0)
 
 
-def kill(lost: Started) -> None:
+def kill(lost: Forked) -> None:
     """Kill the launcher; the kernel then kills its ranks."""
-    os.kill(lost.process.pid, signal.SIGKILL)
-    lost.process.wait(10)
+    os.kill(lost.pid, signal.SIGKILL)
+    lost.wait(10)
     lost.when(lambda: not lost.ranks(), 10 * PATIENCE)
 
 
 @contextmanager
-def two_nodes(folder: Path, port: int, **variables: str) -> Iterator[list[Started]]:
+def two_nodes(folder: Path, port: int, **variables: str) -> Iterator[list[Forked]]:
     """Run two nodes with two ranks each and hybrid sharding until the run has saved one or two checkpoints."""
     with ExitStack() as stack:
         nodes = [stack.enter_context(node(folder, port, hosts=hosts, **variables)) for hosts in (True, False)]
@@ -93,16 +92,16 @@ def two_nodes(folder: Path, port: int, **variables: str) -> Iterator[list[Starte
         yield nodes
 
 
-def wait_for(nodes: Sequence[Started]) -> None:
+def wait_for(nodes: Sequence[Forked]) -> None:
     for each in nodes:
-        each.when(lambda each=each: each.process.poll() is not None, RESTARTS_S)
+        each.when(lambda each=each: each.returncode is not None, RESTARTS_S)
 
 
-def assert_resumed(nodes: Sequence[Started], before: int, folder: Path) -> None:
+def assert_resumed(nodes: Sequence[Forked], before: int, folder: Path) -> None:
     """Check that the run resumed once and trained to the end."""
     wait_for(nodes)
     output = "\n".join(each.output for each in nodes)
-    assert [each.process.returncode for each in nodes] == [0, 0], output
+    assert [each.returncode for each in nodes] == [0, 0], output
     [resumed] = re.findall(r"resuming from \S+/step_(\d+)", output)
     assert int(resumed) >= before, output
     assert [step["step"] for step in read_timeline(folder / "out").steps] == [*range(1, STEPS + 1)]
@@ -134,7 +133,7 @@ def test_run_that_loses_the_rendezvous_ends_and_the_same_command_resumes(tmp_pat
         kill(first)
         before = newest(first, second)
         wait_for([second])
-        assert second.process.returncode != 0, second.output
+        assert second.returncode != 0, second.output
     with ExitStack() as stack:
         nodes = [stack.enter_context(node(tmp_path, port, hosts=hosts)) for hosts in (True, False)]
         assert_resumed(nodes, before, tmp_path)

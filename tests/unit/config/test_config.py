@@ -181,13 +181,6 @@ def test_custom_key_is_reported_once(key: str, caplog: pytest.LogCaptureFixture)
     assert caplog.messages == [f"ignored config keys: {key}"]
 
 
-def test_all_wrong_keys_are_reported_together() -> None:
-    wrong = ["search", "batch_szie", "epoch"]
-    with pytest.raises(ConfigError) as caught:
-        check_keys(OmegaConf.create(dict.fromkeys(wrong, 2)), log=True)
-    assert [error.split()[0] for error in str(caught.value).split(BETWEEN_ERRORS)] == wrong
-
-
 @pytest.mark.parametrize(
     "cfg",
     [

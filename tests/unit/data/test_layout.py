@@ -4,7 +4,6 @@ import logging
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,10 +15,7 @@ from torchtune.modules import MultiHeadAttention
 from tests.unit.data.minimal_config import NEEDED
 from tests.unit.data.models import MODELS, SIZES, build
 from torchtune_adaptive.config.keys import AdaptiveConfig, Settings
-from torchtune_adaptive.data import balancing
-from torchtune_adaptive.data.balancing import balancer_of
 from torchtune_adaptive.data.unpadded import is_padded, support_documents
-from torchtune_adaptive.engine.limits import Limit, RowLimit, TokenLimit
 
 SETTINGS = Settings(**NEEDED)
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
@@ -136,50 +132,3 @@ def test_trial_restores_the_model(name: str, dtype: torch.dtype) -> None:
 def test_rows_are_padded_if_configured_or_without_a_token_budget() -> None:
     assert decide(replace(BUDGET, padding=True), build())
     assert decide(AdaptiveConfig(), build())
-
-
-DATA: Any = SimpleNamespace(kind="of samples", dataset=None, packed=False)
-LIMIT = TokenLimit(4096)
-
-
-@pytest.fixture
-def two_ranks(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Pretend to be on two ranks; collect rank 0's log."""
-    message: list[str] = []
-    monkeypatch.setattr(balancing, "world_size", lambda: 2)
-    monkeypatch.setattr(balancing, "log_rank_0", message.append)
-    monkeypatch.setattr(balancing, "Balancer", lambda kind, *_: kind)
-    return message
-
-
-def balancer(
-    adaptive: AdaptiveConfig,
-    limit: Limit | None = LIMIT,
-    *,
-    model: nn.Module | None = None,
-    tensor_parallel_dim: int = 1,
-) -> Any:
-    settings = replace(SETTINGS, adaptive=adaptive, tensor_parallel_dim=tensor_parallel_dim)
-    return balancer_of(model or build(), settings, DATA, limit)
-
-
-@pytest.mark.usefixtures("two_ranks")
-def test_steps_are_dealt_under_a_length_limit_on_several_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert balancer(BUDGET) == "of samples"
-    assert balancer(BUDGET, RowLimit(8)) is None
-    assert balancer(AdaptiveConfig(), None) is None
-    assert balancer(replace(BUDGET, balance=False)) is None
-    monkeypatch.setattr(balancing, "world_size", lambda: 1)
-    assert balancer(BUDGET) is None
-
-
-@pytest.mark.parametrize(
-    ("model", "tensor_parallel_dim", "reason"),
-    [(build(), 2, "tensor_parallel_dim is 2"), (nn.Linear(1, 1), 1, "the model takes more than text")],
-    ids=["tensor-parallel", "images"],
-)
-def test_obstacles_to_dealing_are_logged_and_samples_stay(
-    model: nn.Module, tensor_parallel_dim: int, reason: str, two_ranks: list[str]
-) -> None:
-    assert balancer(BUDGET, model=model, tensor_parallel_dim=tensor_parallel_dim) is None
-    assert two_ranks == [line for line in two_ranks if f"stay on the ranks that read them: {reason}" in line] != []

@@ -1,4 +1,4 @@
-"""Datasets too small for a step, and the step loader compared with torchtune's batch loader."""
+"""Datasets too small for a step, and the samples of steps. Runs of recipes have the samples of torchtune's."""
 
 import random
 import tracemalloc
@@ -11,8 +11,6 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from torchdata.stateful_dataloader import StatefulDataLoader
-from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
 
 from tests.unit.data.minimal_config import NEEDED
 from torchtune_adaptive.checkpoints.progress import Progress
@@ -57,42 +55,8 @@ def test_dataset_without_a_valid_length_is_refused(dataset: Any) -> None:
         load(dataset, 1)
 
 
-SAMPLES, BATCH_SIZE, ACCUMULATION = 53, 3, 2
-SAMPLES_PER_STEP = BATCH_SIZE * ACCUMULATION
-
-
-def step_loader(rank: int, world_size: int, *, shuffle: bool, samples: int = SAMPLES) -> StepLoader[int]:
-    return StepLoader(range(samples), rank=rank, world_size=world_size, shuffle=shuffle)
-
-
-def epoch_of(loader: StepLoader[int], epoch: int, steps: int = 1000) -> list[list[int]]:
-    return list(loader.epoch(epoch, samples_per_step=SAMPLES_PER_STEP, steps=steps))
-
-
-def steps_of_torchtune(rank: int, world_size: int, *, shuffle: bool, epoch: int) -> list[list[int]]:
-    """Group the batches of the stock recipes' sampler and loader into optimizer steps."""
-    dataset = range(SAMPLES)
-    sampler = StatefulDistributedSampler(dataset, num_replicas=world_size, rank=rank, shuffle=shuffle)
-    loader = StatefulDataLoader(dataset, batch_size=BATCH_SIZE, sampler=sampler, collate_fn=list, drop_last=True)
-    sampler.set_epoch(epoch)
-    batches = list(loader)
-    whole = len(batches) // ACCUMULATION
-    return [list(chain(*batches[step * ACCUMULATION : (step + 1) * ACCUMULATION])) for step in range(whole)]
-
-
-@pytest.mark.parametrize("shuffle", [True, False])
-@pytest.mark.parametrize(("rank", "world_size"), [(0, 1), (0, 2), (1, 2), (2, 3)])
-def test_step_has_the_samples_that_torchtune_accumulates(rank: int, world_size: int, shuffle: bool) -> None:
-    ours = step_loader(rank, world_size, shuffle=shuffle)
-    for epoch in (0, 1, 2):
-        expected = steps_of_torchtune(rank, world_size, shuffle=shuffle, epoch=epoch)
-        assert epoch_of(ours, epoch, steps=2) == expected[:2], "a shortened epoch does not shift the next"
-        assert epoch_of(ours, epoch) == expected
-        assert ours.samples_per_rank // SAMPLES_PER_STEP == len(expected) > 1
-
-
 def test_steps_may_change_size_every_epoch_without_losing_samples() -> None:
-    loader = step_loader(0, 1, shuffle=True, samples=24)
+    loader = StepLoader(range(24), rank=0, world_size=1, shuffle=True)
     for epoch, size in enumerate((2, 4, 8)):
         steps = list(loader.epoch(epoch, samples_per_step=size, steps=1000))
         assert [len(step) for step in steps] == [size] * (24 // size)
@@ -100,7 +64,7 @@ def test_steps_may_change_size_every_epoch_without_losing_samples() -> None:
 
 
 def test_sample_order_takes_at_most_20_bytes_per_sample() -> None:
-    loader = step_loader(1, 2, shuffle=True, samples=10**6)
+    loader = StepLoader(range(10**6), rank=1, world_size=2, shuffle=True)
     tracemalloc.start()
     next(loader.epoch(0, samples_per_step=4, steps=1))
     next(loader.epoch(0, samples_per_step=4, steps=1, samples_done=8))

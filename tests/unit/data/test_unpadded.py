@@ -22,7 +22,6 @@ from tests.unit.data.models import (
 )
 from torchtune_adaptive.data import unpadded as unpadded_rows
 from torchtune_adaptive.data.samples import Sample
-from torchtune_adaptive.data.unpadded import concatenated
 
 TOLERANCE = 2e-6
 PROMPTS = (0, 4, 30, 1, 18, 2, 5, 1, 39)
@@ -88,27 +87,6 @@ def test_without_labels_gradients_are_zero_but_present() -> None:
     assert (totals.target_tokens, totals.loss_sum.item()) == (0, 0.0)
     assert gradients.keys() == dict(model.named_parameters()).keys()
     assert not any(gradient.any() for gradient in gradients.values())
-
-
-def test_error_restores_the_models_inputs_and_logits() -> None:
-    model, tokens = build(), torch.zeros(1, 12, dtype=torch.int64)
-    output, model.output = model.output, lambda _: 1 / 0
-    with pytest.raises(ZeroDivisionError):
-        totals_and_gradients(model, unpadded, with_prompts())
-    model.output = output
-    assert model.max_seq_len == 64
-    assert sum(chunk.size(1) for chunk in model(tokens)) == 12
-
-
-def test_tensor_samples_are_joined_like_lists() -> None:
-    batch = samples((3, 5))
-    tensors = [{key: torch.tensor(value) for key, value in sample.items()} for sample in batch]
-    one, other = concatenated(batch, IGNORED), concatenated(tensors, IGNORED)
-    assert all(torch.equal(one[key], other[key]) for key in ("tokens", "labels", "input_pos"))
-    assert batch[1]["labels"][0] != IGNORED, "a sample is not changed"
-    assert one["labels"].tolist()[0][0] == one["labels"].tolist()[0][3] == IGNORED
-    assert one["input_pos"].tolist() == [[0, 1, 2, 0, 1, 2, 3, 4]]
-    assert one["mask"].ends.tolist() == [0, 3, 8]
 
 
 @pytest.fixture

@@ -14,7 +14,6 @@ from torch.utils.checkpoint import checkpoint
 from tests.searched_model import (
     Shape,
     Trained,
-    between,
     measured_peaks,
     search_within,
     state_of,
@@ -39,20 +38,6 @@ from torchtune_adaptive.errors import ConfigError, OneRowDoesNotFitError, Unreco
 from torchtune_adaptive.formatting import parse_size
 
 SIZES = range(1, 25)
-
-
-def test_state_of_another_stage_is_in_memory_during_a_search():
-    with MemoryMeter() as meter:
-        policy, critic = (
-            Trained(Shape(length=24)),
-            Trained(Shape(vocabulary=200, layers=1), cut=False),
-        )  # without phases
-        measured_peaks(critic, meter, [1])
-        budget = between(measured_peaks(policy, meter, SIZES)[0], 12)
-        critic.optimizer.state.clear()
-        result = search_within(replace(policy.step(), other_stages=(critic.step(),)), meter, budget)
-        alone = search_within(policy.step(), meter, budget)
-    assert result.rows == 12 < alone.rows
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
