@@ -149,12 +149,12 @@ def compare(shape: Shape, folder: Path, pairs: int) -> dict[str, Any]:
     """Collective: iterations with a limit for each stage and with one, in turns, after one of each to warm up."""
     recipe = load_ours("full_ppo")(config_of(shape, folder))
     recipe.setup()
-    own = {stage: runner.limit.rows for stage, runner in recipe.stages.runners.items()}
+    own = {stage: runner.limit.rows for stage, runner in recipe.stages.items()}
     one = dict.fromkeys(own, min(own.values()))
     data, mine = recipe.iterations.data.dataset, recipe.run.settings.config.batch_size
     prompts = [data[index] for index in range(dist.get_rank(), mine * RANKS, RANKS)]
     rounds = [(iterate(recipe, own, prompts), iterate(recipe, one, prompts)) for _ in range(pairs + 1)][1:]
-    assert recipe.stages.runners.recoveries == 0
+    assert recipe.stages.recoveries == 0
     recipe.cleanup()
     wall = compared([(each.wall_s, single.wall_s) for each, single in rounds])
     cpu = compared([(each.cpu_s, single.cpu_s) for each, single in rounds])
@@ -178,12 +178,12 @@ def config_of(shape: Shape, folder: Path) -> DictConfig:
 
 def iterate(recipe: Any, rows: Mapping[str, int], prompts: Sequence[Any]) -> Cost:
     """Collective: repeat the first iteration."""
-    recipe.stages.runners.use_limits({stage: RowLimit(count) for stage, count in rows.items()})
+    recipe.stages.use_limits({stage: RowLimit(count) for stage, count in rows.items()})
     dist.barrier()
     began, cpu_began = time.perf_counter(), time.process_time()
     recipe.iterate(prompts, 1)
     wall_s = time.perf_counter() - began
     everywhere: list[float] = [0.0] * dist.get_world_size()
     dist.all_gather_object(everywhere, time.process_time() - cpu_began)
-    halves = {half: sum(recipe.stages.seconds[stage] for stage in of) for half, of in HALVES.items()}
+    halves = {half: sum(recipe.iterations.seconds[stage] for stage in of) for half, of in HALVES.items()}
     return Cost(wall_s, sum(everywhere), halves)

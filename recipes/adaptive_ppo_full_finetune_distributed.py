@@ -46,7 +46,7 @@ class AdaptivePPOFullFinetuneDistributed:
         generate = Generate(self.models.policy, tokenizer, settings, ppo, devices, run.progress.seed)
         stages = ppo_stages(self.models, generate, ppo, devices.device)
         self.iterations = Iterations(run, self.models.trained, optimization, tokenizer, stages, ppo)
-        self.loop, self.stages = self.iterations.loop, self.iterations.stages
+        self.loop, self.stages = self.iterations.loop, self.iterations.runners
 
     def train(self) -> None:
         """Collective: run the remaining steps and save checkpoints."""
@@ -59,8 +59,8 @@ class AdaptivePPOFullFinetuneDistributed:
         ppo, rollouts = self._ppo, self.iterations.generate_and_score(prompts, number)
         figures = add_advantages(rollouts, ppo)
         for own in updates_of(rollouts, ppo.ppo_batch_size, ppo.ppo_epochs, self.run.progress.seed):
-            value = self.stages.run_stage(TRAIN_VALUE, own, number)
-            policy = self.stages.run_stage(TRAIN_POLICY, own, number)
+            value = self.iterations.run_stage(TRAIN_VALUE, own, number)
+            policy = self.iterations.run_stage(TRAIN_POLICY, own, number)
             summed_over = {"value": value.target_tokens, "policy": policy.target_tokens}
             self.iterations.update(summed_over, figures_of_update(value, policy, ppo.loss))
         return figures

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from random import Random
 from typing import Any
 
@@ -137,12 +137,6 @@ class Generate:
         stop_tokens = rl.stop_token_ids or tuple(getattr(tokenizer, "stop_tokens", ()))
         self.sampling = Sampling(rl.temperature, rl.top_k, tokenizer.pad_id, stop_tokens, seed)
         self._reshards = settings.fsdp_reshard_after_forward and isinstance(model, FSDPModule)
-
-    def filler(self, rollout: Rollout) -> Rollout:
-        """Return a small rollout that issues the same collectives. It generates one token, because parameters stay
-        gathered while a microbatch generates, so later tokens issue no collectives."""
-        filler = rollout.filler()
-        return replace(filler, answer=filler.answer[:1])
 
     def __call__(self, rollouts: Sequence[Rollout]) -> Totals:
         """Collective: generate an answer for each rollout and store it with its length."""

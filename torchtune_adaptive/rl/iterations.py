@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import math
 import time
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch.distributed as dist
 from torch import nn
 
 from torchtune_adaptive.checkpoints.progress import EpochSizes
 from torchtune_adaptive.data.samples import Sample
+from torchtune_adaptive.engine.results import StepResult
 from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.formatting import count_of
 from torchtune_adaptive.lifecycle.console import log_rank_0
@@ -20,7 +23,7 @@ from torchtune_adaptive.models.optimizer import Optimization, SummedOver
 from torchtune_adaptive.rl.limits import LimitFinder
 from torchtune_adaptive.rl.rollouts import Rollout, build_prompts, gather_rollouts, rollouts_of
 from torchtune_adaptive.rl.settings import PPOSettings
-from torchtune_adaptive.rl.stages import RolloutStage, RolloutStages
+from torchtune_adaptive.rl.stages import GENERATE, TRAIN_POLICY, RolloutStage, build_runners
 
 
 class Iterations:
@@ -38,8 +41,11 @@ class Iterations:
         """Collective: build the data; find or restore limits and schedules."""
         settings, self.run, self.optimization, self._rl = run.settings, run, optimization, rl
         self.data = build_prompts(settings, tokenizer, run.devices.mesh)
-        self.stages = RolloutStages(stages, settings, run.journal.event)
-        self.loop = TrainingLoop(run, model, self.data, optimization, self.stages.runners)
+        self._stages, self.runners = stages, build_runners(stages, settings, run.journal.event)
+        self.loop = TrainingLoop(run, model, self.data, optimization, self.runners)
+        self._results: dict[str, list[StepResult]] = defaultdict(list)
+        """Results of the current iteration, by stage."""
+        self.seconds: dict[str, float] = defaultdict(float)
         self._updates: list[dict[str, float]] = []
         self._skipped, self._began = 0, 0.0
         self._start_schedules()
@@ -52,12 +58,12 @@ class Iterations:
         run.progress = replace(progress, total_epochs=len(epochs), ranks=run.devices.ranks)
         run.journal.start(progress.step)
         with self.loop.memory_of_this_rank() as memory:
-            limits = LimitFinder(self.loop, self.stages, rl).find(memory)
-        self.stages.runners.use_limits(limits)
+            limits = LimitFinder(self.loop, self._stages, rl).find(memory)
+        self.runners.use_limits(limits)
         self.loop.schedule = BatchSchedule(epochs=epochs, limits=limits)
         self.optimization.start_schedule(total_steps=rl.updates * total, steps_done=rl.updates * progress.step)
         if progress.limit is not None:
-            restore_limits(self.stages.runners, progress.limit)
+            restore_limits(self.runners, progress.limit)
 
     def _size_epochs(self, total: int) -> tuple[EpochSizes, ...]:
         """Return the sizes of all epochs of a run of `total` iterations: past, current and remaining ones."""
@@ -86,17 +92,25 @@ class Iterations:
     def generate_and_score(self, prompts: Sequence[Sample], iteration: int) -> list[Rollout]:
         """Collective: run all stages without a backward, and return the rollouts of all ranks, sorted by number."""
         self._began = time.perf_counter()
-        self.stages.results.clear()
-        self.stages.seconds.clear()
+        self._results.clear()
+        self.seconds.clear()
         own = rollouts_of(prompts, iteration, self._rl.max_generated_tokens)
-        for name, stage in self.stages.by_name.items():
+        for name, stage in self._stages.items():
             if stage.trains is None:
-                self.stages.run_stage(name, own, iteration)
+                self.run_stage(name, own, iteration)
         return gather_rollouts(own)
+
+    def run_stage(self, name: str, rollouts: Sequence[Rollout], iteration: int) -> StepResult:
+        """Collective: run one stage."""
+        began = time.perf_counter()
+        result = self.runners[name].run(rollouts, step=iteration)
+        self._results[name].append(result)
+        self.seconds[name] += time.perf_counter() - began
+        return result
 
     def update(self, summed_over: SummedOver, figures: Mapping[str, float]) -> None:
         """Collective: divide the gradients by `summed_over`, and update the weights. `figures` go into the log."""
-        training = self.stages.runners.training
+        training = self.runners.training
         with training.committing("the optimizer step", last_checkpoint=self.run.checkpoints.last):
             grad_norm = self.optimization.update(summed_over)
         assert grad_norm is not None  # optimizer_in_bwd is not supported
@@ -108,7 +122,44 @@ class Iterations:
         updates, self._updates = self._updates, []
         means = {name: sum(update[name] for update in updates) / len(updates) for name in updates[0]}
         logged = {**figures, **means, "skipped_updates": self._skipped}
-        logged |= {"lr": self.optimization.learning_rate(), **self.stages.figures()}
-        recorded = self.stages.figures_of_run(time.perf_counter() - self._began)
+        logged |= {"lr": self.optimization.learning_rate(), **self._figures()}
+        recorded = self._figures_of_run(time.perf_counter() - self._began)
         self.run.metrics.log(iteration, f"reward {logged['scores']:.4f}", logged, recorded)
-        self.loop.advance(stop_requested=self.stages.stop_requested)
+        stop_requested = any(result.stop_requested for results in self._results.values() for result in results)
+        self.loop.advance(stop_requested=stop_requested)
+
+    def _figures(self) -> dict[str, float]:
+        """Return the log's figures of each stage, and torchtune's two throughputs: of rollouts and of training."""
+        ranks = dist.get_world_size()
+        before = [name for name, stage in self._stages.items() if stage.trains is None]
+        training = [name for name in self._stages if name not in before]
+        figures = {
+            "tokens_per_second_per_gpu_trajectory": self._rate(GENERATE, before) / ranks,
+            "tokens_per_second_per_gpu_ppo": self._rate(TRAIN_POLICY, training) / ranks,
+        }
+        for stage, results in self._results.items():
+            name = stage.replace(" ", "_")
+            figures[f"{name}/tokens_per_second"] = self._rate(stage, [stage])
+            figures[f"{name}/microbatches"] = sum(result.microbatches for result in results)
+            figures[f"{name}/microbatch_rows"] = max(result.load.most_rows for result in results)
+            figures[f"{name}/microbatch_tokens"] = max(result.load.most_tokens for result in results)
+            figures[f"{name}/recoveries"] = self.runners[stage].recoveries
+        return {**figures, "oom_recoveries": self.runners.recoveries}
+
+    def _rate(self, of: str, during: Sequence[str]) -> float:
+        """Return the answer tokens of the stage `of`, over all ranks, divided by the seconds of the stages `during`."""
+        tokens = sum(result.target_tokens for result in self._results[of])
+        return tokens / max(1e-9, sum(self.seconds[stage] for stage in during))
+
+    def _figures_of_run(self, seconds: float) -> dict[str, float]:
+        """Return the figures that go only into the journal. `seconds` is the duration of the iteration."""
+        tokens = sum(result.target_tokens for result in self._results[GENERATE])
+        peaks = [each.memory for results in self._results.values() for each in results if each.memory is not None]
+        fullest = max(peaks, key=lambda peak: peak.peak_bytes / peak.budget_bytes, default=None)
+        memory = {} if fullest is None else fullest._asdict()
+        return {
+            "samples": self._stages[GENERATE].samples * dist.get_world_size(),
+            "target_tokens": tokens,
+            "target_tokens_per_second": tokens / max(1e-9, seconds),
+            **memory,
+        }

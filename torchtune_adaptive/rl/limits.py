@@ -37,7 +37,7 @@ from torchtune_adaptive.loop.batch_size import (
 from torchtune_adaptive.loop.training_loop import TrainingLoop
 from torchtune_adaptive.rl.rollouts import Rollout, worst_rollout
 from torchtune_adaptive.rl.settings import PPOSettings
-from torchtune_adaptive.rl.stages import GENERATE, RolloutStages
+from torchtune_adaptive.rl.stages import GENERATE, RolloutStage
 
 Result = TypeVar("Result", SearchResult, Profile)
 Limits = Mapping[str, Limit]
@@ -46,10 +46,10 @@ Limits = Mapping[str, Limit]
 class LimitFinder:
     """Finds the limit of each stage, with all models and optimizers in memory."""
 
-    def __init__(self, loop: TrainingLoop, stages: RolloutStages, rl: PPOSettings) -> None:
+    def __init__(self, loop: TrainingLoop, stages: Mapping[str, RolloutStage], rl: PPOSettings) -> None:
         self._loop, self._stages, self._new_tokens = loop, stages, rl.max_generated_tokens
         self._settings, self._data, self._optimization = loop.run.settings, loop.data, loop.optimization
-        self._most_tokens = most = max_seq_len_of(stage.model for stage in stages.by_name.values())
+        self._most_tokens = most = max_seq_len_of(stage.model for stage in stages.values())
         if most is not None and most <= self._new_tokens:
             raise ConfigError(
                 f"max_generated_tokens is {self._new_tokens}, but the models take at most {most} tokens (their "
@@ -63,7 +63,7 @@ class LimitFinder:
         return limits
 
     def _limits(self, memory: MemorySource | None) -> Limits:
-        budget, configured = self._settings.adaptive.token_budget, self._stages.runners.limits
+        budget, configured = self._settings.adaptive.token_budget, self._loop.stages.limits
         if isinstance(budget, int):
             log_rank_0(f"token budget · at most {budget} tokens, padding included, in a microbatch of each stage")
             return dict.fromkeys(configured, TokenLimit(budget))
@@ -78,7 +78,7 @@ class LimitFinder:
                 return {stage: self._measure(memory, stage, profile_lengths).limit for stage in configured}
             limits = {}
             for stage in configured:
-                search = partial(search_rows, whole_step_rows=self._stages.by_name[stage].samples)
+                search = partial(search_rows, whole_step_rows=self._stages[stage].samples)
                 limits[stage] = RowLimit(self._measure(memory, stage, search).rows)
             return limits
 
@@ -95,7 +95,7 @@ class LimitFinder:
     @contextmanager
     def _optimizer_state_in_memory(self, memory: MemorySource) -> Iterator[None]:
         """Collective: create the optimizer state, as in training, and restore weights and state at the end."""
-        trained = [stage.model for stage in self._stages.by_name.values() if stage.trains is not None]
+        trained = [stage.model for stage in self._stages.values() if stage.trains is not None]
         with restoring_state(trained, self._optimization.optimizers):
             # Suspend the memory limit, so that an error comes from the search, with the size of the shortage.
             with memory.unlimited():
@@ -107,7 +107,7 @@ class LimitFinder:
 
     def _measure(self, memory: MemorySource, stage: str, measure: Callable[..., Result]) -> Result:
         """Collective: measure a stage."""
-        step, most_rows = self._worst_step(memory, stage), self._stages.by_name[stage].samples
+        step, most_rows = self._worst_step(memory, stage), self._stages[stage].samples
         try:
             return measure(self._loop, step, memory=memory, most_rows=most_rows)
         finally:
@@ -115,7 +115,7 @@ class LimitFinder:
 
     def _worst_step(self, memory: MemorySource, name: str) -> TrainingStep[Rollout]:
         """Collective: return the worst-case step of a stage. The last training stage also updates all models."""
-        stages, new = self._stages.by_name, self._new_tokens
+        stages, new = self._stages, self._new_tokens
         *earlier, last = (stage for stage in stages.values() if stage.trains is not None)
         trained_before = [stage.model for stage in earlier]
         generates, updates = name == GENERATE, stages[name] is last
@@ -134,7 +134,7 @@ class LimitFinder:
 
         norm = getattr(stages[name].model, "norm", None)
         return TrainingStep(
-            runner=self._stages.runners[name],
+            runner=self._loop.stages[name],
             sample=rollout,
             cut=Rollout.with_shorter_prompt if generates else Rollout.shortened,
             # Up to `knee` tokens, a longer rollout has a longer answer; above, a longer prompt. Generation always

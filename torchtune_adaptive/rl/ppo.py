@@ -15,14 +15,14 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from omegaconf import DictConfig, OmegaConf
-from torch import nn
+from torch import Tensor, nn
 from torchtune import rlhf, training
 
 from torchtune_adaptive.checkpoints.contents import Contents
@@ -45,7 +45,6 @@ from torchtune_adaptive.rl import rollouts as results
 from torchtune_adaptive.rl import settings as keys
 from torchtune_adaptive.rl import stages
 from torchtune_adaptive.rl.generation import Generate
-from torchtune_adaptive.rl.microbatches import AnswerScorer, Score, TrainPolicy, TrainValue
 from torchtune_adaptive.rl.rollouts import Rollout, counts_of, results_of, store, valued_of
 from torchtune_adaptive.rl.settings import PPOLoss, PPOSettings
 
@@ -189,18 +188,22 @@ def ppo_stages(
 ) -> dict[str, stages.RolloutStage]:
     """Return the stages of PPO, in order."""
     (policy, value, reference, reward), loss = models, ppo.loss
-    scorer = AnswerScorer(device=device, temperature=ppo.temperature)
+    scorer = stages.AnswerScorer(device=device, temperature=ppo.temperature)
     before = partial(stages.RolloutStage, samples=ppo.batch_size, rows=ppo.forward_batch_size)
     rows = ppo.ppo_batch_size // ppo.gradient_accumulation_steps
     training = partial(stages.RolloutStage, samples=ppo.ppo_batch_size, rows=rows)
-    train_value = TrainValue(value, scorer, loss.value_clip_range, loss.value_coeff)
-    train_policy = TrainPolicy(policy, scorer, loss.epsilon)
+
+    def score(model: nn.Module, compute: Callable[..., Tensor], name: str) -> stages.RolloutStage:
+        return before(model, partial(stages.compute, compute, model, name))
+
+    train_value = partial(stages.train_value, value, scorer, loss.value_clip_range, loss.value_coeff)
+    train_policy = partial(stages.train_policy, policy, scorer, loss.epsilon)
     return {
-        stages.GENERATE: before(generate),
-        stages.FIND_REWARDS: before(Score(reward, scorer.scores, results.SCORE)),
-        stages.SCORE_POLICY: before(Score(policy, scorer.log_probs, results.LOG_PROBS)),
-        stages.SCORE_REFERENCE: before(Score(reference, scorer.log_probs, results.REFERENCE_LOG_PROBS)),
-        stages.FIND_VALUES: before(Score(value, scorer.values, results.VALUES)),
-        stages.TRAIN_VALUE: training(train_value, trains="value"),
-        stages.TRAIN_POLICY: training(train_policy, trains="policy"),
+        stages.GENERATE: before(policy, generate),
+        stages.FIND_REWARDS: score(reward, scorer.scores, results.SCORE),
+        stages.SCORE_POLICY: score(policy, scorer.log_probs, results.LOG_PROBS),
+        stages.SCORE_REFERENCE: score(reference, scorer.log_probs, results.REFERENCE_LOG_PROBS),
+        stages.FIND_VALUES: score(value, scorer.values, results.VALUES),
+        stages.TRAIN_VALUE: training(value, train_value, trains="value"),
+        stages.TRAIN_POLICY: training(policy, train_policy, trains="policy"),
     }

@@ -63,6 +63,12 @@ class Rollout:
         length, results = min(1, self.length), dict(self.results)
         return replace(self, prompt=self.prompt[:1], length=length, results=results, is_filler=True)
 
+    def filler_to_generate(self) -> Rollout:
+        """Return a filler that generates one token. Parameters stay gathered while a microbatch generates, so later
+        tokens issue no collectives."""
+        filler = self.filler()
+        return replace(filler, answer=filler.answer[:1])
+
     def with_shorter_prompt(self, padded_length: int) -> Rollout:
         """Return this rollout with a prompt that is cut so that `padded_length` has the given value."""
         return replace(self, prompt=self.prompt[: max(1, padded_length - len(self.answer))])

@@ -1,26 +1,28 @@
-"""Stages of an iteration. Each has its own microbatch limit, record of collectives, and figures in the log."""
+"""The stages of an iteration: their names and sizes, their microbatch functions, and their step runners.
+
+Each stage has its own microbatch limit and its own record of collectives.
+"""
 
 from __future__ import annotations
 
-import time
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from operator import attrgetter
-from typing import cast
 
-import torch.distributed as dist
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, pad
 
 from torchtune_adaptive.config.keys import Settings
 from torchtune_adaptive.engine.limits import RowLimit
 from torchtune_adaptive.engine.plans import SampleKind
-from torchtune_adaptive.engine.results import StepResult
+from torchtune_adaptive.engine.results import Totals
 from torchtune_adaptive.engine.step import Stages, StepRunner
+from torchtune_adaptive.objectives.finetuning import logits_only_for
 from torchtune_adaptive.objectives.stages import OnChange, build_recovery
-from torchtune_adaptive.rl.generation import Generate
-from torchtune_adaptive.rl.microbatches import Score, TrainPolicy, TrainValue
-from torchtune_adaptive.rl.rollouts import Rollout
+from torchtune_adaptive.rl import rollouts as results
+from torchtune_adaptive.rl.rollouts import Rollout, answer_tokens, counts_of, results_of, sequences_of, store, valued_of
 
 GENERATE, FIND_REWARDS = "generate", "rewards"
 SCORE_POLICY, SCORE_REFERENCE = "policy log-probabilities", "reference log-probabilities"
@@ -33,7 +35,8 @@ TRAIN_VALUE, TRAIN_POLICY = "train value", "train policy"
 class RolloutStage:
     """A stage of an iteration and its configured sizes."""
 
-    run_microbatch: Generate | Score | TrainPolicy | TrainValue
+    model: nn.Module
+    run_microbatch: Callable[[Sequence[Rollout]], Totals]
     samples: int
     """Number of rollouts that a rank runs in this stage: per iteration or, if the stage trains, per update."""
     rows: int
@@ -41,87 +44,113 @@ class RolloutStage:
     trains: str | None = None
     """The name of the trained model; None for a stage without a backward."""
 
-    @property
-    def model(self) -> nn.Module:
-        """The model that the stage runs."""
-        return self.run_microbatch.model
 
-
-class RolloutStages:
-    """Runs the stages of an iteration and collects their results."""
-
-    def __init__(self, stages: Mapping[str, RolloutStage], settings: Settings, on_change: OnChange) -> None:
-        """Collective: build a step runner for each stage."""
-        self.by_name = stages
-        generate = cast(Generate, stages[GENERATE].run_microbatch)
-        models = {id(stage.model): stage.model for stage in stages.values()}
-        recovery = build_recovery(settings, on_change, *models.values())
-        self.runners: Stages[Rollout] = Stages(
-            {
-                name: StepRunner(
-                    stage.model,
-                    stage.run_microbatch,
-                    limit=RowLimit(min(stage.rows, stage.samples)),
-                    recovery=recovery,
-                    # The length of an answer is unknown before it is generated, so plan for the maximum.
-                    kind=SampleKind(
-                        length_of=attrgetter("padded_length" if name == GENERATE else "whole_length"),
-                        filler=generate.filler if name == GENERATE else Rollout.filler,
-                    ),
-                    stage=name,
-                )
-                for name, stage in stages.items()
-            }
-        )
-        self.results: dict[str, list[StepResult]] = {}
-        """Results of the current iteration, by stage."""
-        self.seconds: dict[str, float] = defaultdict(float)
-
-    def run_stage(self, name: str, rollouts: Sequence[Rollout], iteration: int) -> StepResult:
-        """Collective: run one stage."""
-        began = time.perf_counter()
-        result = self.runners[name].run(rollouts, step=iteration)
-        self.results.setdefault(name, []).append(result)
-        self.seconds[name] += time.perf_counter() - began
-        return result
-
-    @property
-    def stop_requested(self) -> bool:
-        """Return True if any rank was asked to stop in this iteration."""
-        return any(result.stop_requested for results in self.results.values() for result in results)
-
-    def figures(self) -> dict[str, float]:
-        """Return the log's figures of each stage, and torchtune's two throughputs: of rollouts and of training."""
-        ranks = dist.get_world_size()
-        before = [name for name, stage in self.by_name.items() if stage.trains is None]
-        training = [name for name in self.by_name if name not in before]
-        figures = {
-            "tokens_per_second_per_gpu_trajectory": self._rate(GENERATE, before) / ranks,
-            "tokens_per_second_per_gpu_ppo": self._rate(TRAIN_POLICY, training) / ranks,
+def build_runners(stages: Mapping[str, RolloutStage], settings: Settings, on_change: OnChange) -> Stages[Rollout]:
+    """Collective: build a step runner for each stage."""
+    recovery = build_recovery(settings, on_change, *dict.fromkeys(stage.model for stage in stages.values()))
+    # The length of an answer is unknown before it is generated, so plan for the maximum.
+    generating = SampleKind(length_of=attrgetter("padded_length"), filler=Rollout.filler_to_generate)
+    of_answers = SampleKind(length_of=attrgetter("whole_length"), filler=Rollout.filler)
+    return Stages(
+        {
+            name: StepRunner(
+                stage.model,
+                stage.run_microbatch,
+                limit=RowLimit(min(stage.rows, stage.samples)),
+                recovery=recovery,
+                kind=generating if name == GENERATE else of_answers,
+                stage=name,
+            )
+            for name, stage in stages.items()
         }
-        for stage, results in self.results.items():
-            name = stage.replace(" ", "_")
-            figures[f"{name}/tokens_per_second"] = self._rate(stage, [stage])
-            figures[f"{name}/microbatches"] = sum(result.microbatches for result in results)
-            figures[f"{name}/microbatch_rows"] = max(result.load.most_rows for result in results)
-            figures[f"{name}/microbatch_tokens"] = max(result.load.most_tokens for result in results)
-            figures[f"{name}/recoveries"] = self.runners[stage].recoveries
-        return {**figures, "oom_recoveries": self.runners.recoveries}
+    )
 
-    def _rate(self, of: str, during: Sequence[str]) -> float:
-        """Return the answer tokens of the stage `of`, over all ranks, divided by the seconds of the stages `during`."""
-        tokens = sum(result.target_tokens for result in self.results[of])
-        return tokens / max(1e-9, sum(self.seconds[stage] for stage in during))
 
-    def figures_of_run(self, seconds: float) -> dict[str, float]:
-        """Return the figures that go only into the journal. `seconds` is the duration of the iteration."""
-        tokens = sum(result.target_tokens for result in self.results[GENERATE])
-        peaks = [each.memory for results in self.results.values() for each in results if each.memory is not None]
-        fullest = max(peaks, key=lambda peak: peak.peak_bytes / peak.budget_bytes, default=None)
-        memory = {} if fullest is None else fullest._asdict()
-        return {
-            "samples": self.by_name[GENERATE].samples * dist.get_world_size(),
-            "target_tokens": tokens,
-            "target_tokens_per_second": tokens / max(1e-9, seconds),
-            **memory,
-        }
+@dataclass(frozen=True, kw_only=True)
+class AnswerScorer:
+    """Computes log-probabilities, values and scores of answers; those of an answer do not depend on other answers."""
+
+    device: torch.device
+    temperature: float
+
+    def log_probs(self, model: nn.Module, rollouts: Sequence[Rollout]) -> Tensor:
+        """Return log-probabilities [rollouts, new tokens], 0 for tokens that do not count."""
+        sequences = sequences_of(rollouts, self.device)
+        with logits_only_for(model, sequences.of_answers):
+            logits = model(sequences.tokens).float() / self.temperature
+        losses = cross_entropy(logits.flatten(0, 1), sequences.answers.flatten(), reduction="none")
+        counts = counts_of(rollouts, self.device)
+        log_probs = -pad(losses.view(sequences.answers.shape), (0, counts.size(1) - sequences.answers.size(1)))
+        return torch.where(counts, log_probs, 0.0)
+
+    def values(self, model: nn.Module, rollouts: Sequence[Rollout]) -> Tensor:
+        """Return values [rollouts, new tokens], 0 for tokens without a value."""
+        valued = valued_of(counts_of(rollouts, self.device))
+        sequences = sequences_of(rollouts, self.device, valued.size(1))
+        return torch.where(valued, sequences.of_answers(model(sequences.tokens)[..., 0]).float(), 0.0)
+
+    def scores(self, model: nn.Module, rollouts: Sequence[Rollout]) -> Tensor:
+        """Return the model's output [rollouts] at the last token of each answer."""
+        sequences = sequences_of(rollouts, self.device)
+        outputs: Tensor = model(sequences.tokens)[..., 0]
+        return outputs.gather(1, sequences.last[:, None])[:, 0].float()
+
+
+@torch.no_grad()
+def compute(
+    result: Callable[[nn.Module, Sequence[Rollout]], Tensor], model: nn.Module, name: str, rollouts: Sequence[Rollout]
+) -> Totals:
+    """Run a model without a backward, and store its result in each rollout under `name`."""
+    computed = result(model, rollouts)
+    store(rollouts, name, computed)
+    return Totals(torch.zeros((), device=computed.device), answer_tokens(rollouts))
+
+
+def train_policy(model: nn.Module, scorer: AnswerScorer, epsilon: float, rollouts: Sequence[Rollout]) -> Totals:
+    """Run forward and backward with the clipped policy loss."""
+    stored = partial(results_of, rollouts, device=scorer.device)
+    log_probs = scorer.log_probs(model, rollouts)
+    before, advantages = stored(results.LOG_PROBS), stored(results.ADVANTAGES)
+    loss, sums = policy_loss(log_probs, before, advantages, counts_of(rollouts, scorer.device), epsilon)
+    loss.backward()
+    return Totals(loss.detach(), answer_tokens(rollouts), sums)
+
+
+def policy_loss(
+    log_probs: Tensor, before: Tensor, advantages: Tensor, counts: Tensor, epsilon: float
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return the loss and the figures for the log, all summed over tokens that count.
+
+    Tensors are [answers, tokens]. `before` has the log-probabilities of the policy that generated the answers. Half the
+    mean of `squares` estimates the KL divergence from that policy.
+    """
+    change = torch.where(counts, log_probs - before, 0.0)
+    ratios = change.exp()
+    unclipped, clipped = advantages * ratios, advantages * ratios.clamp(1 - epsilon, 1 + epsilon)
+    sums = {
+        "clipped": ((clipped < unclipped) & counts).sum(),
+        "ratios": (ratios * counts).sum(),
+        "squares": (change**2).sum(),
+        "log_probs": torch.where(counts, log_probs, 0.0).sum(),
+    }
+    total = -(torch.minimum(unclipped, clipped) * counts).sum()
+    return total, {name: value.detach().float() for name, value in sums.items()}
+
+
+def train_value(
+    model: nn.Module, scorer: AnswerScorer, clip_range: float, coeff: float, rollouts: Sequence[Rollout]
+) -> Totals:
+    """Run forward and backward with the value loss times `coeff`; return the loss without the coefficient."""
+    stored = partial(results_of, rollouts, device=scorer.device)
+    before, returns, valued = stored(results.VALUES), stored(results.RETURNS), valued_of(counts_of(rollouts))
+    values = scorer.values(model, rollouts)
+    loss = value_loss(values, before, returns, valued.to(scorer.device), clip_range)
+    (loss * coeff).backward()
+    return Totals(loss.detach(), int(valued.sum()))
+
+
+def value_loss(values: Tensor, before: Tensor, returns: Tensor, mask: Tensor, clip_range: float) -> Tensor:
+    """Return half the sum of squared errors over the mask; each is the larger one with and without clipping."""
+    clipped = values.clamp(before - clip_range, before + clip_range)
+    errors = torch.maximum((values - returns) ** 2, (clipped - returns) ** 2)
+    return 0.5 * torch.where(mask, errors, 0.0).sum()

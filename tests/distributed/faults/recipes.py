@@ -18,7 +18,7 @@ from tests.fault_injection import FaultInjector
 from tests.recipes.ppo.rollouts import ppo_config
 from tests.recipes.running import demo_config, load_ours
 from torchtune_adaptive.engine.limits import RowLimit
-from torchtune_adaptive.engine.step import StepRunner
+from torchtune_adaptive.engine.step import Stages, StepRunner
 from torchtune_adaptive.lifecycle import distributed
 from torchtune_adaptive.objectives.preference import REFERENCE_LOG_PROBS, figures_of
 from torchtune_adaptive.rl import generation
@@ -51,9 +51,9 @@ def build(kind: str, overrides: tuple[str, ...]) -> tuple[Any, dict[str, Any]]:
         dist.barrier()
     if not computes():
         generation.generate = _answers_of_zeros
-    for runner in runners_of(recipe).values():
+    for runner in recipe.stages.values():
         runner.use_limit(RowLimit(SAMPLES))
-    return recipe, {stage: runner.state_dict() for stage, runner in runners_of(recipe).items()}
+    return recipe, {stage: runner.state_dict() for stage, runner in recipe.stages.items()}
 
 
 _generate = generation.generate
@@ -62,12 +62,6 @@ _generate = generation.generate
 def _answers_of_zeros(*args: Any, **kwargs: Any) -> Tensor:
     """Generate on a null device, which computes no answers."""
     return torch.zeros_like(_generate(*args, **kwargs), device="cpu")
-
-
-def runners_of(recipe: Any) -> dict[str, StepRunner[Any]]:
-    """Return the runners by stage."""
-    runners: dict[str, StepRunner[Any]] = getattr(recipe.stages, "runners", recipe.stages)
-    return runners
 
 
 build_once = cache(build)
@@ -84,8 +78,7 @@ class RecipeBench:
         """Collective: build the recipe or reuse it."""
         case, make = self.case, build if self.case.first_pass else build_once
         self.recipe, self._fresh = make(case.model.kind, case.model.overrides)
-        self.stages = self.recipe.stages
-        self.runners = runners_of(self.recipe)
+        self.runners: Stages[Any] = self.recipe.stages
         dataset = self.recipe.loop.data.dataset
         self.samples = [dataset[at * case.world_size + dist.get_rank()] for at in range(SAMPLES)]
         self._weights = [weight.clone() for weight in self._shards()]
@@ -109,7 +102,7 @@ class RecipeBench:
             figures = self.recipe.iterate(self.samples, STEP)
             return Stepped([shard.clone() for shard in self._shards()], figures, torch.get_rng_state())
         pairs, model = [dict(pair) for pair in self.samples], self.recipe.loop.model
-        results = self.stages.run(pairs, step=STEP)
+        results = self.runners.run(pairs, step=STEP)
         gradients = [_local(each.grad).clone() for each in model.parameters() if each.grad is not None]
         model.zero_grad()
         assert not any(getattr(each, "disabled", False) for each in model.modules()), "the policy has its adapters"
@@ -133,8 +126,7 @@ class RecipeBench:
         if self.case.first_pass:
             self.recipe.loop.stages.training.close()
             self._build()
-        runner: StepRunner[Any] = self.runners[self.case.model.stage]
-        return runner
+        return self.runners[self.case.model.stage]
 
     def warm_up(self, runner: StepRunner[Any], place: int = 0) -> None:
         """Do nothing: recipes reduce gradients in every microbatch."""

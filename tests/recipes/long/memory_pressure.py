@@ -53,7 +53,7 @@ them in stages that reduce gradients; eight answers never fit.
 
 def stages_of(recipe: Any) -> dict[str, Any]:
     """Return the runners of a step by stage, in order."""
-    return dict(recipe.stages.runners if hasattr(recipe, "iterate") else recipe.loop.stages)
+    return dict(recipe.loop.stages)
 
 
 def memories_of(runner: Any) -> list[Any]:

@@ -50,7 +50,7 @@ def train(folder: Path, stop_at: int | None = None) -> dict[str, dict[str, Tenso
     with shrunk_models():
         recipe = load_ours("full_ppo")(mistral_config(folder))
         recipe.setup()
-    train_until(recipe, recipe.stages.runners[TRAIN_POLICY], stop_at)
+    train_until(recipe, recipe.stages[TRAIN_POLICY], stop_at)
     models = {"policy": recipe.models.policy, "value": recipe.models.value}
     return {name: dict(model.state_dict()) for name, model in models.items()}  # in one process, weights are not sharded
 

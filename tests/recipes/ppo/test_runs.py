@@ -20,7 +20,7 @@ def fail_in_every_stage(recipe: Any) -> None:
     """Run out of memory in the first step of every stage, on the first and the last rank in turn."""
     last = torch.distributed.get_world_size() - 1
     for number, stage in enumerate(STAGES):
-        faults = FaultInjector(recipe.stages.runners[stage])
+        faults = FaultInjector(recipe.stages[stage])
         faults.fail_at(rank=last * (number % 2), step=1, operation=40).__enter__()
 
 

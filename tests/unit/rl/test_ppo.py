@@ -26,6 +26,7 @@ from torchtune_adaptive.rl.rollouts import (
     valued_of,
 )
 from torchtune_adaptive.rl.settings import read_ppo_settings
+from torchtune_adaptive.rl.stages import policy_loss
 
 STOP = 9
 ANSWERS = torch.tensor([[1, 2, 9, 3, 9], [9, 1, 1, 1, 1], [1, 2, 3, 4, 9], [1, 2, 3, 4, 5], [4, 9, 0, 0, 0]])

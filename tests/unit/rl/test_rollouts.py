@@ -12,7 +12,6 @@ from torchtune.models.llama3_2 import llama3_2
 from tests.unit.data.minimal_config import NEEDED
 from torchtune_adaptive.config.keys import Settings
 from torchtune_adaptive.rl.generation import choose, draws
-from torchtune_adaptive.rl.microbatches import AnswerScorer
 from torchtune_adaptive.rl.rollouts import (
     Rollout,
     answer_tokens,
@@ -21,6 +20,7 @@ from torchtune_adaptive.rl.rollouts import (
     sequences_of,
     worst_rollout,
 )
+from torchtune_adaptive.rl.stages import AnswerScorer
 
 SAMPLES = [(0, "generate", sample) for sample in range(8)]
 

@@ -105,10 +105,8 @@ UNKNOWN, SHORT, LONG = (SimpleNamespace(**each) for each in ({}, {"max_seq_len":
 
 
 def finder_of(loop: Any, models: Mapping[str, Any], new: int) -> LimitFinder:
-    stages: Any = SimpleNamespace(
-        by_name={name: SimpleNamespace(model=model) for name, model in models.items()},
-        runners=SimpleNamespace(limits={"generate": RowLimit(1)}),
-    )
+    stages: Any = {name: SimpleNamespace(model=model) for name, model in models.items()}
+    loop.stages = SimpleNamespace(limits={"generate": RowLimit(1)})
     rl: Any = SimpleNamespace(max_generated_tokens=new)
     return LimitFinder(loop, stages, rl)
 
