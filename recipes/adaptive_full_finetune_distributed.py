@@ -12,7 +12,7 @@ from torchtune_adaptive.data.loading import build_data
 from torchtune_adaptive.lifecycle.entry_point import DictConfig, run_recipe
 from torchtune_adaptive.loop.batch_size import set_batch_sizes
 from torchtune_adaptive.loop.training_loop import Run, TrainingLoop
-from torchtune_adaptive.models.model import build_full_model, build_lora_model
+from torchtune_adaptive.models.model import build_model
 from torchtune_adaptive.models.optimizer import build_optimization
 from torchtune_adaptive.objectives.finetuning import build_loss, build_stages, build_validation
 
@@ -27,8 +27,7 @@ class AdaptiveFullFinetuneDistributed:
         """Collective: build model, optimizer and data, and find the batch size."""
         run, settings, devices = self.run, self.run.settings, self.run.devices
         weights = run.checkpoints.load()
-        build_model = build_full_model if run.contents.lora is None else build_lora_model
-        self.model = build_model(settings, devices, weights)
+        self.model = build_model(settings, devices, weights, with_adapters=run.contents.lora is not None)
         self.optimization = build_optimization(settings, self.model, weights, devices.device)
         run.resume(weights)
         loss_fn = build_loss(settings, self.model)

@@ -41,7 +41,7 @@ from torchtune_adaptive.engine.step import StepRunner
 from torchtune_adaptive.engine.tensors import plain_tensors
 from torchtune_adaptive.formatting import MemorySize
 from torchtune_adaptive.lifecycle.distributed import Devices, free_setup_memory, mesh_of
-from torchtune_adaptive.models.model import Unfilled, build_full_model, build_lora_model, phase_boundaries
+from torchtune_adaptive.models.model import Unfilled, build_model, phase_boundaries
 from torchtune_adaptive.models.optimizer import Optimization, build_optimization
 from torchtune_adaptive.objectives.finetuning import ForwardBackward, build_loss
 
@@ -139,11 +139,7 @@ def build(cfg: DictConfig, device: torch.device) -> RealStep:
     settings, lora = read_lora_settings(cfg) if "lora_attn_modules" in cfg.model else (read_full_settings(cfg), None)
     devices = Devices(device, mesh_of(device, settings))
     torch.manual_seed(0)
-    checkpoint = {training.MODEL_KEY: Unfilled()}
-    if lora is None:
-        model = build_full_model(settings, devices, checkpoint)
-    else:
-        model = build_lora_model(settings, devices, checkpoint)
+    model = build_model(settings, devices, {training.MODEL_KEY: Unfilled()}, with_adapters=lora is not None)
     _fill(model)
     optimization = build_optimization(settings, model, {}, device)
     loss_fn = build_loss(settings, model)

@@ -70,7 +70,7 @@ WITHOUT_TORCH = {
     "config.registry",
     "atomic_files",
     "report.journal",
-    "cli.status",
+    "cli.main",
     "checkpoints.store",
     "lifecycle.run_state",
     "lifecycle.signals",

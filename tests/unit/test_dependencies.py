@@ -67,7 +67,7 @@ from importlib import import_module
 import torchtune_adaptive
 for name in torchtune_adaptive.__all__:
     getattr(torchtune_adaptive, name)
-for name in ("cli.status", "rehearsing", "report.tables"):
+for name in ("rehearsing", "report.tables"):
     import_module(f"torchtune_adaptive.{name}")
 from torchtune_adaptive.cli.main import main
 main(["status", "."])

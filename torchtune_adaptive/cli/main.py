@@ -1,25 +1,30 @@
-"""Parses the command line of `tune-adaptive` and runs a command. The commands `ls` and `cp` are defined here."""
+"""The command line `tune-adaptive` and its commands `ls`, `cp` and `status`. Works without torch."""
 
 from __future__ import annotations
 
 import argparse
 import inspect
+import io
 import os
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from enum import IntEnum
 from importlib.metadata import version
 from pathlib import Path
-from typing import NamedTuple
 
 from torchtune_adaptive.atomic_files import reason, replace_file
-from torchtune_adaptive.cli import status
+from torchtune_adaptive.checkpoints.store import FoundCheckpoint, find_checkpoints
 from torchtune_adaptive.config.registry import RECIPES, RUN, config_files, file_named, recipe_files, supported_configs
-from torchtune_adaptive.config.remedies import KEYS
 from torchtune_adaptive.dependencies import RECIPES_EXTRA
 from torchtune_adaptive.errors import AdaptiveError, ConfigError
 from torchtune_adaptive.formatting import printable
-from torchtune_adaptive.lifecycle.console import printing
+from torchtune_adaptive.lifecycle import run_state
+from torchtune_adaptive.lifecycle.run_state import RunRecord, lock_holder
+
+CLOSED_PIPE, INTERRUPTED = 141, 130
+"""Exit statuses after the output pipe was closed, and after Ctrl-C, as shells report them."""
 
 
 def ls(options: argparse.Namespace) -> int:
@@ -84,20 +89,101 @@ def independent_copy(text: str, destination: Path) -> str:
     return folder.sub(lambda found: f"{found[1]}{destination.stem}", text)
 
 
-class Command(NamedTuple):
-    """A command of `tune-adaptive`."""
+class Condition(IntEnum):
+    """The condition of a run. Its value is the exit status."""
 
-    help: str | None
-    add_arguments: Callable[[argparse.ArgumentParser], None]
-    run: Callable[[argparse.Namespace], int]
-    """Returns the exit status."""
+    FINISHED = 0
+    BROKEN = 1
+    CAN_CONTINUE = 75
+    """EX_TEMPFAIL of sysexits.h: start the command again later. This is also the status of an active run."""
 
 
-COMMANDS = {
-    "ls": Command(ls.__doc__, add_ls_arguments, ls),
-    "cp": Command(cp.__doc__, add_cp_arguments, cp),
-    "status": Command(status.__doc__, status.add_arguments, status.run),
-}
+def status(options: argparse.Namespace) -> int:
+    """Report whether a run is finished (exit status 0), can continue (75), or is broken and needs a fix (1).
+
+    Checks only the sizes of a checkpoint's files. A run also verifies their checksums before it resumes.
+    """
+    condition, lines = condition_of(options.output_dir)
+    print("\n".join(map(printable, lines)))  # escaped, because another user may have written the folder
+    return condition
+
+
+def add_status_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `status`."""
+    parser.add_argument("output_dir", type=Path, help="the output_dir of the run")
+
+
+def condition_of(directory: Path) -> tuple[Condition, list[str]]:
+    """Return the condition of a run and the lines to print."""
+    run, active = run_state.read_record(directory), lock_holder(directory)
+    try:
+        found = find_checkpoints(directory)
+    except OSError as error:
+        return Condition.BROKEN, [f"{directory} cannot be read: {error.strerror or error}"]
+    if run is None and not found:
+        return Condition.BROKEN, [f"{directory} {'contains no run' if os.path.isdir(directory) else 'is not a folder'}"]
+    condition, reason = _decide(run, active, found)
+    lines = [f"running: {active}" if active else f"{condition.name.lower().replace('_', ' ')}: {reason}"]
+    if found and (newest := found[0].manifest):
+        lines.append(f"newest complete checkpoint: {found[0].path} ({newest.position}, {newest.saved_at})")
+    lines += [f"skipped: {each.path} {each.fault}" for each in found if each.manifest is None]
+    if not active:
+        lines += _last_end(run, condition)
+    if not active and condition is not Condition.FINISHED:
+        lines.append(_remedy(found, condition))
+    return condition, lines
+
+
+def _decide(run: RunRecord | None, active: str | None, found: Sequence[FoundCheckpoint]) -> tuple[Condition, str]:
+    """Return the condition and its reason: the first that applies."""
+    newest = found[0].manifest if found else None
+    position = str(newest.position) if newest else "from the beginning, no checkpoint is saved yet"
+    # a run that was restarted later with more epochs begins with a higher serial
+    is_last = newest is not None and newest.finished and (run is None or run.serial <= newest.serial)
+    error = run.message if run and run.ended == run_state.ERROR else None
+    conditions = (
+        (active is not None, Condition.CAN_CONTINUE, position),
+        (is_last, Condition.FINISHED, position),
+        (error is not None, Condition.BROKEN, error or ""),
+        (bool(found) and newest is None, Condition.BROKEN, "the run has no intact checkpoint"),
+        (True, Condition.CAN_CONTINUE, position),
+    )
+    return next((condition, reason) for applies, condition, reason in conditions if applies)
+
+
+def _last_end(run: RunRecord | None, condition: Condition) -> list[str]:
+    """Return a line about how the run has ended last time, unless that is the reason for its condition."""
+    if run and run.ended in (run_state.SIGNALLED, run_state.STOPPED):
+        return [f"last time: {run.message}"]
+    killed = run is not None and run.ended is None and condition is Condition.CAN_CONTINUE
+    return ["last time: killed or crashed; later steps are not saved"] * killed
+
+
+def _remedy(found: Sequence[FoundCheckpoint], condition: Condition) -> str:
+    if found and found[0].manifest is None:
+        return "start over with another output_dir, or remove this one"
+    once_fixed = "once that is fixed, " * (condition is Condition.BROKEN)
+    return f"{once_fixed}{'resume' if found else 'start over'} with: {run_state.SAME_COMMAND}"
+
+
+COMMANDS = {"ls": (ls, add_ls_arguments), "cp": (cp, add_cp_arguments), "status": (status, add_status_arguments)}
+
+
+@contextmanager
+def printing() -> Iterator[None]:
+    """Exit without a traceback after Ctrl-C, or if the output pipe was closed, for example by `| head`. Print "?" for a
+    character that the terminal's encoding does not have."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        with suppress(OSError):  # a forked process may have replaced a file by a pipe, which cannot seek
+            sys.stdout.reconfigure(errors="replace")
+    try:
+        yield
+        print(end="", flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # otherwise the flush at exit would fail again
+        sys.exit(CLOSED_PIPE)
+    except KeyboardInterrupt:
+        sys.exit(INTERRUPTED)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -108,7 +194,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             exit_status = options.run(options)
         sys.exit(exit_status)
     except AdaptiveError as error:
-        problem = error.in_words(KEYS)
+        problem = str(error)
     except ModuleNotFoundError as error:
         missing = (error.name or "").partition(".")[0]
         if missing not in RECIPES_EXTRA:
@@ -130,8 +216,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--version", action="version", version=f"torchtune-adaptive {version('torchtune-adaptive')}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for name, command in COMMANDS.items():
-        text = inspect.cleandoc(command.help or "")
+    for name, (command, add_arguments) in COMMANDS.items():
+        text = inspect.cleandoc(command.__doc__ or "")
         subparser = commands.add_parser(
             name,
             help=text.partition("\n")[0],
@@ -139,6 +225,6 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
             formatter_class=argparse.RawDescriptionHelpFormatter,
             allow_abbrev=False,
         )
-        command.add_arguments(subparser)
-        subparser.set_defaults(command=name, run=command.run)
+        add_arguments(subparser)
+        subparser.set_defaults(command=name, run=command)
     return parser.parse_args(arguments)

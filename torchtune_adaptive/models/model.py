@@ -38,26 +38,52 @@ class Unfilled(dict[str, torch.Tensor]):
     """Replaces weights in a rehearsal, where only memory matters: parameters are allocated but not initialized."""
 
 
-def build_full_model(
-    settings: Settings, devices: Devices, checkpoint: State, key: str = "model", files: str = CHECKPOINTER
+def build_model(
+    settings: Settings,
+    devices: Devices,
+    checkpoint: State,
+    key: str = "model",
+    files: str = CHECKPOINTER,
+    *,
+    with_adapters: bool = False,
 ) -> nn.Module:
-    """Collective: build the model of the config section `key`, with trainable parameters, and load its weights."""
+    """Collective: build the model of the config section `key`, and load its weights. All its parameters are trained or,
+    with adapters, only these. Without adapters in the checkpoint, new ones are initialized."""
     device, mesh = devices
     dtype = training.get_dtype(settings.dtype, device=device)
     model = build_on_device(META, settings.config, dtype, key)
+    adapter_params: dict[str, Any] = {}
+    if with_adapters:
+        if _is_quantized(model) and not is_sharded(settings, mesh):
+            # torchtune loads sharded NF4 weights into a model on the meta device. Without shards, the model quantizes
+            # its weights while it is built, which needs a real device.
+            model = build_on_device(device, settings.config, dtype, key)
+        adapter_params = peft.get_adapter_params(model)
+        peft.set_trainable_params(model, adapter_params)
     if settings.compile:
         training.compile_model(model, verbose=False)
     if settings.tensor_parallel_dim > 1:
-        tensor_parallel = mesh["tp"]
         plan = components.build("tensor_parallel_plan", settings.config)
-        model = training.prepare_mha_for_tp(model, tensor_parallel)
-        model = parallelize_module(model, tensor_parallel, parallelize_plan=plan)
+        model = parallelize_module(training.prepare_mha_for_tp(model, mesh["tp"]), mesh["tp"], parallelize_plan=plan)
     _checkpoint_activations(model, settings)
     _shard(model, settings, mesh)
-    _init_rope(model, device, dtype)
+    adapters = checkpoint.get(training.ADAPTER_KEY)
+    if with_adapters and adapters is not None:
+        _check_weights(model, adapters, CHECKPOINTER, needed=adapter_params.keys())
+        _load(model, adapters, settings, device, strict=False)
+    with training.set_default_dtype(dtype), device:
+        for module in model.modules() if with_adapters and adapters is None else ():
+            if isinstance(module, (peft.LoRALinear, peft.DoRALinear)):
+                module.to_empty(device="cpu" if settings.fsdp_cpu_offload else device)
+                module.initialize_parameters()
+        _call_where_present(model, "rope_init")  # computes the RoPE tables, which are not in checkpoints
+    if with_adapters and adapters is None:
+        synchronize_replicas(each for each in model.parameters() if each.requires_grad)
     weights = checkpoint[training.MODEL_KEY]
-    _check_weights(model, weights, files, needed=model.state_dict().keys())
-    _load(model, weights, settings, device, strict=True)
+    _check_weights(model, weights, files, needed=model.state_dict().keys() - adapter_params.keys())
+    _load(model, weights, settings, device, strict=not with_adapters)
+    if with_adapters:
+        _call_where_present(model, "initialize_dora_magnitude")
     training.validate_no_params_on_meta_device(model)
     return model
 
@@ -67,7 +93,7 @@ def build_frozen_model(
 ) -> nn.Module:
     """Collective: build the model of the config section `key` without gradients and dropout, such as a reference."""
     no_checkpoints = replace(settings, enable_activation_checkpointing=False, ac_mode=None)
-    model = build_full_model(no_checkpoints, devices, {training.MODEL_KEY: weights}, key, files)
+    model = build_model(no_checkpoints, devices, {training.MODEL_KEY: weights}, key, files)
     disable_dropout(model)
     return model.requires_grad_(False).eval()
 
@@ -77,42 +103,6 @@ def disable_dropout(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
-
-
-def build_lora_model(settings: Settings, devices: Devices, checkpoint: State) -> nn.Module:
-    """Collective: build the model with trainable adapters; without adapters in the checkpoint, initialize new ones."""
-    device, mesh = devices
-    dtype = training.get_dtype(settings.dtype, device=device)
-    model = build_on_device(META, settings.config, dtype)
-    if _is_quantized(model) and not is_sharded(settings, mesh):
-        # torchtune loads sharded NF4 weights into a model on the meta device. Without shards, the model quantizes its
-        # weights while it is built, which needs a real device.
-        model = build_on_device(device, settings.config, dtype)
-    adapter_params = peft.get_adapter_params(model)
-    adapters = {*adapter_params}
-    peft.set_trainable_params(model, adapter_params)
-    if settings.compile:
-        training.compile_model(model, verbose=False)
-    _checkpoint_activations(model, settings)
-    _shard(model, settings, mesh)
-    if training.ADAPTER_KEY in checkpoint:
-        _check_weights(model, checkpoint[training.ADAPTER_KEY], CHECKPOINTER, needed=adapters)
-        _load(model, checkpoint[training.ADAPTER_KEY], settings, device, strict=False)
-    else:
-        target = torch.device("cpu") if settings.fsdp_cpu_offload else device
-        with training.set_default_dtype(dtype), device:
-            for module in model.modules():
-                if isinstance(module, (peft.LoRALinear, peft.DoRALinear)):
-                    module.to_empty(device=target)
-                    module.initialize_parameters()
-        synchronize_replicas(each for each in model.parameters() if each.requires_grad)
-    _init_rope(model, device, dtype)
-    weights = checkpoint[training.MODEL_KEY]
-    _check_weights(model, weights, CHECKPOINTER, needed=model.state_dict().keys() - adapters)
-    _load(model, weights, settings, device, strict=False)
-    _call_where_present(model, "initialize_dora_magnitude")
-    training.validate_no_params_on_meta_device(model)
-    return model
 
 
 def build_on_device(where: torch.device, cfg: DictConfig, dtype: torch.dtype, key: str = "model") -> nn.Module:
@@ -152,12 +142,6 @@ def _shard(model: nn.Module, settings: Settings, mesh: Meshes) -> None:
         reshard_after_forward=settings.fsdp_reshard_after_forward,
         dp_mesh=mesh[SHARDING],
     )
-
-
-def _init_rope(model: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
-    """Compute the RoPE tables, which are not in checkpoints."""
-    with training.set_default_dtype(dtype), device:
-        _call_where_present(model, "rope_init")
 
 
 def _call_where_present(model: nn.Module, method: str) -> None:

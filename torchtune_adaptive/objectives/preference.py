@@ -30,7 +30,7 @@ from torchtune_adaptive.data.unpadded import allowing_long_rows, batch_to_device
 from torchtune_adaptive.engine.results import StepResult, Totals
 from torchtune_adaptive.engine.step import Stages
 from torchtune_adaptive.lifecycle.distributed import Devices, Meshes
-from torchtune_adaptive.models.model import build_frozen_model, build_full_model, build_lora_model, disable_dropout
+from torchtune_adaptive.models.model import build_frozen_model, build_model, disable_dropout
 from torchtune_adaptive.objectives.finetuning import clearing_offloaded_on_error, plan_padding
 from torchtune_adaptive.objectives.stages import OnChange, build_recovery, stages_of
 from torchtune_adaptive.objectives.validation import COUNT, VALIDATION_STAGE, Validation, build_validation_data
@@ -159,10 +159,9 @@ def build_dpo_models(
     settings: Settings, devices: Devices, checkpoint: State, *, with_adapters: bool
 ) -> tuple[nn.Module, nn.Module]:
     """Collective: build the policy and the reference. With adapters, both are the same model."""
+    policy = build_model(settings, devices, checkpoint, with_adapters=with_adapters)
     if with_adapters:
-        policy = build_lora_model(settings, devices, checkpoint)
         return policy, policy
-    policy = build_full_model(settings, devices, checkpoint)
     disable_dropout(policy)
     return policy, build_frozen_model(settings, devices, load_reference(settings))
 

@@ -37,7 +37,7 @@ from torchtune_adaptive.models.model import (
     META,
     Unfilled,
     build_frozen_model,
-    build_full_model,
+    build_model,
     build_on_device,
     disable_dropout,
 )
@@ -74,8 +74,8 @@ def build_models(settings: Settings, devices: Devices, checkpoint: State) -> Mod
     reference = load_reference(settings, keys.REFERENCE_FILES)
     reward = _classifier_weights(settings, load_reference(settings, keys.REWARD_FILES), keys.VALUE_SECTION)
     models = Models(
-        policy=build_full_model(settings, devices, checkpoint, keys.POLICY_SECTION, keys.POLICY_FILES),
-        value=build_full_model(settings, devices, {training.MODEL_KEY: value}, keys.VALUE_SECTION, keys.VALUE_FILES),
+        policy=build_model(settings, devices, checkpoint, keys.POLICY_SECTION, keys.POLICY_FILES),
+        value=build_model(settings, devices, {training.MODEL_KEY: value}, keys.VALUE_SECTION, keys.VALUE_FILES),
         reference=build_frozen_model(settings, devices, reference, keys.POLICY_SECTION, keys.REFERENCE_FILES),
         reward=build_frozen_model(settings, devices, reward, keys.VALUE_SECTION, keys.REWARD_FILES),
     )

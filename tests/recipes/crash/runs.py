@@ -16,7 +16,7 @@ from tests.recipes.crash import hook
 from tests.recipes.crash.hook import KILL, ORDER, Order, Point, write_order
 from tests.recipes.ppo.rollouts import ppo_config
 from tests.recipes.running import COMMAND_MARK, OURS, demo_config, end_marked, environment, marked, start_as_command
-from torchtune_adaptive.cli.status import Condition, condition_of
+from torchtune_adaptive.cli.main import Condition, condition_of
 
 ROOT = Path(__file__).parents[3]
 EPOCHS, STEPS_PER_EPOCH = 4, 5

@@ -18,7 +18,7 @@ from tests.ranks import run_on_ranks
 from tests.recipes.recorders import read_log
 from tests.recipes.running import demo_config, run_ours
 from tests.scheduling_delays import SchedulingDelays
-from torchtune_adaptive.cli.status import Condition, condition_of
+from torchtune_adaptive.cli.main import Condition, condition_of
 from torchtune_adaptive.lifecycle.signals import ONE_SIGNAL_S
 
 LAUNCHED = ("adaptive_full_finetune_distributed", "--config", "adaptive/demo/full")

@@ -17,7 +17,7 @@ from tests.recipes.running import demo_config, load_ours, run_as_command, train_
 from tests.unit.checkpoints.test_resuming import config
 from tests.unit.lifecycle.test_run_state import another_run
 from torchtune_adaptive.checkpoints.resuming import find_start
-from torchtune_adaptive.cli.status import Condition, condition_of
+from torchtune_adaptive.cli.main import Condition, condition_of
 from torchtune_adaptive.config.checks import read_full_settings
 from torchtune_adaptive.errors import ConfigError
 
