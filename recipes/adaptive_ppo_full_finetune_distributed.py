@@ -8,7 +8,6 @@ Accepts the keys of torchtune's ppo_full_finetune_single_device.
 from collections.abc import Sequence
 
 from torchtune_adaptive.config import components
-from torchtune_adaptive.config.remedies import KEYS_IN_PPO
 from torchtune_adaptive.data.samples import Sample
 from torchtune_adaptive.lifecycle.entry_point import DictConfig, run_recipe
 from torchtune_adaptive.loop.training_loop import Run
@@ -24,7 +23,7 @@ from torchtune_adaptive.rl.ppo import (
     ppo_stages,
 )
 from torchtune_adaptive.rl.rollouts import updates_of
-from torchtune_adaptive.rl.settings import PPO_KEYS, read_ppo_settings
+from torchtune_adaptive.rl.settings import PPO_KEYS, REMEDIES_IN_PPO, read_ppo_settings
 from torchtune_adaptive.rl.stages import TRAIN_POLICY, TRAIN_VALUE
 
 
@@ -71,4 +70,4 @@ class AdaptivePPOFullFinetuneDistributed:
 
 
 if __name__ == "__main__":
-    run_recipe(AdaptivePPOFullFinetuneDistributed, keys=PPO_KEYS, remedies=KEYS_IN_PPO)
+    run_recipe(AdaptivePPOFullFinetuneDistributed, keys=PPO_KEYS, remedies=REMEDIES_IN_PPO)

@@ -9,7 +9,7 @@ from typing import Any
 
 
 class Remedy(Enum):
-    """Remedies, phrased for users of the library. `config/remedies.py` phrases them for users of recipes."""
+    """Remedies, phrased for users of the library. `config/keys.py` phrases them for users of recipes."""
 
     SHORTER_SAMPLES = "use shorter samples"
     CHECKPOINT_ACTIVATIONS = "checkpoint activations"

@@ -140,12 +140,12 @@ def texts_of(path: Path) -> Iterator[str]:
 
 
 def test_library_messages_do_not_name_config_keys() -> None:
-    """The library raises facts and remedies; config/remedies.py translates them to keys."""
+    """The library raises facts and remedies; config/keys.py translates them to keys."""
     settings = {field.name for field in fields(Settings) if "_" in field.name}  # no short words such as `loss`
     sections = {f"adaptive.{field.name}" for field in fields(AdaptiveConfig)} | {"tokenizer.", "recover_from_oom"}
     keys = settings | sections | {"use_maximum_batch_size", "batch_increase_function"}
     assert {"adaptive.search", "enable_activation_checkpointing", "optimizer_in_bwd"} < keys
-    assert any("adaptive.memory_limit" in text for text in texts_of(MODULES["config.remedies"]))
+    assert any("adaptive.memory_limit" in text for text in texts_of(MODULES["config.keys"]))
     speaking = {
         name: found
         for name in library() - modules_in(ABOUT_A_RUN)

@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
+from threading import Thread
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -36,22 +38,27 @@ from torchtune_adaptive.checkpoints.contents import (
 from torchtune_adaptive.checkpoints.progress import Progress
 from torchtune_adaptive.checkpoints.resuming import Start, identity_of
 from torchtune_adaptive.checkpoints.store import Checkpointer, Files, Manifest, State
-from torchtune_adaptive.checkpoints.waiting import PATIENCE_S, on_rank_0
 from torchtune_adaptive.config.components import in_a_line
-from torchtune_adaptive.config.keys import Settings
-from torchtune_adaptive.config.remedies import KEYS
+from torchtune_adaptive.config.keys import REMEDIES, Settings
 from torchtune_adaptive.engine.oom import fatal_on_oom, is_oom
-from torchtune_adaptive.engine.ranks import explaining_failures, from_all_ranks
+from torchtune_adaptive.engine.ranks import explaining_failures, from_all_ranks, from_rank_0
 from torchtune_adaptive.engine.snapshot import RngState
-from torchtune_adaptive.errors import CheckpointError, Remedy, RunStopped, UnrecoverableError
+from torchtune_adaptive.errors import CheckpointError, CollectiveFailedError, Remedy, RunStopped, UnrecoverableError
 from torchtune_adaptive.formatting import format_bytes
 from torchtune_adaptive.lifecycle.console import log_rank_0
 from torchtune_adaptive.lifecycle.run_state import SAME_COMMAND, THIS_RUN, RunPhase, now
 
 logger = logging.getLogger(__name__)
 
-REMEDIES = (Remedy.MORE_RANKS, Remedy.LARGER_BUDGET)
+FOR_SAVES = (Remedy.MORE_RANKS, Remedy.LARGER_BUDGET)
 """Remedies for an out-of-memory error in a save."""
+MESSAGE_EVERY_S = 2.0
+"""Seconds between two messages to the ranks that wait. Less than any timeout of a process group."""
+PATIENCE_S, LEAST_BYTES = 1800.0, 2**20
+"""Rank 0 is stuck if it reads and writes fewer bytes than this in so many seconds."""
+
+Result = TypeVar("Result")
+Stuck = TypeVar("Stuck")
 
 
 class CheckpointManager:
@@ -224,12 +231,39 @@ class CheckpointManager:
                 self._directory.staging.parent.rmdir()
 
 
+def on_rank_0(work: Callable[[], Result], if_stuck: Stuck) -> Result | Stuck:
+    """Collective: call `work` in a thread of rank 0, and return its result, or `if_stuck`, on every rank. `work` must
+    neither communicate nor raise."""
+    message: list[Result | Stuck] = []
+    if dist.get_rank() != 0:
+        while not message:
+            message = from_rank_0(message)
+        return message[0]
+    results: list[Result] = []
+    thread = Thread(target=lambda: results.append(work()), daemon=True)
+    thread.start()
+    moved, until = -LEAST_BYTES, 0.0
+    while not message:
+        thread.join(MESSAGE_EVERY_S)
+        ended = not thread.is_alive()
+        counters = Path("/proc/self/io").read_text().split()  # rchar: 4096 wchar: 4096 ...
+        if (now := int(counters[1]) + int(counters[3])) >= moved + LEAST_BYTES:
+            moved, until = now, time.monotonic() + PATIENCE_S
+        message = [*results] or [if_stuck] * (ended or time.monotonic() > until)
+        try:
+            from_rank_0(message)
+        except CollectiveFailedError:  # a peer has exited
+            thread.join()
+            raise
+    return message[0]
+
+
 def describe_failure(error: Exception, directory: Path) -> str:
     """Return the cause of a failed save, with a remedy if memory ran out, or else the free space of the disk."""
     if not os.path.exists(directory):  # unlike `Path.exists`, never raises
         return f"{directory} is gone ({in_a_line(error)})"
     if is_oom(error):
-        return f"out of memory on rank {dist.get_rank()}: {' or '.join(KEYS[remedy] for remedy in REMEDIES)}"
+        return f"out of memory on rank {dist.get_rank()}: {' or '.join(REMEDIES[remedy] for remedy in FOR_SAVES)}"
     try:
         return f"{in_a_line(error)} ({format_bytes(shutil.disk_usage(directory).free)} free)"
     except OSError:
@@ -240,7 +274,7 @@ def out_of_memory_in(name: str, error: Exception) -> UnrecoverableError:
     """Return the error for running out of memory while gathering, which a single rank cannot repeat."""
     return UnrecoverableError(
         f"out of memory while saving checkpoint {name} on rank {dist.get_rank()}; {_last_good()}; {_once_fixed()}",
-        *REMEDIES,
+        *FOR_SAVES,
     )
 
 

@@ -1,4 +1,4 @@
-"""The keys of the config: allowed values, defaults and meanings."""
+"""The keys of the config: allowed values, defaults and meanings; and remedies in errors, expressed as keys."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from omegaconf.errors import ConfigTypeError
 
 from torchtune_adaptive.engine.limits import ROUNDINGS
 from torchtune_adaptive.engine.search import STRATEGIES
-from torchtune_adaptive.errors import ConfigError, refuse, run_checks
+from torchtune_adaptive.errors import ConfigError, Remedy, refuse, run_checks
 from torchtune_adaptive.formatting import MemorySize, did_you_mean, parse_sizes, shown
 
 T = TypeVar("T")
@@ -282,6 +282,26 @@ class LoraSettings:
     apply_lora_to_output: bool = setting(BOOL, False)
     lora_rank: int = setting(COUNT)
     lora_alpha: float = setting(ABOVE_ZERO)
+
+
+REMEDIES: Mapping[Remedy, str] = {
+    Remedy.SHORTER_SAMPLES: "lower tokenizer.max_seq_len (and adaptive.sequence_length if set)",
+    Remedy.CHECKPOINT_ACTIVATIONS: "set enable_activation_checkpointing: True",
+    Remedy.MORE_RANKS: "train on more ranks",
+    Remedy.LARGER_BUDGET: "raise adaptive.memory_limit if it is set",
+    Remedy.SMALLER_LIMIT: "lower batch_size",
+    Remedy.LESS_STATE: Remedy.LESS_STATE.value,
+    Remedy.NO_RECOVERY: "set adaptive.recover_from_oom: False",
+    Remedy.RECOVERY: "remove adaptive.recover_from_oom: False",
+    Remedy.FEWER_ROWS: "lower adaptive.max_batch_size",
+    Remedy.MEASURING_STRATEGY: "set adaptive.search to linear",
+    Remedy.ROOM_FOR_NCCL: (
+        "if CUDA was out of memory, leave more memory to NCCL: lower adaptive.memory_limit (for example, to 0.9) or "
+        "batch_size"
+    ),
+    Remedy.CAP_MEMORY: "set adaptive.memory_limit, for example to 8GiB",
+}
+"""The texts of remedies in errors, expressed as config keys."""
 
 
 def read_common(cfg: DictConfig) -> Settings:

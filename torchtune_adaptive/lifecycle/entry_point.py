@@ -20,7 +20,7 @@ from omegaconf import DictConfig as DictConfig  # recipes import it from here, b
 from torchtune_adaptive.config.checks import check_keys
 from torchtune_adaptive.config.command_line import config_and_overrides, read_config
 from torchtune_adaptive.config.components import in_a_line
-from torchtune_adaptive.config.remedies import KEYS, without_active_remedies
+from torchtune_adaptive.config.keys import REMEDIES
 from torchtune_adaptive.engine.oom import fatal_on_oom
 from torchtune_adaptive.engine.ranks import from_all_ranks
 from torchtune_adaptive.errors import (
@@ -31,6 +31,7 @@ from torchtune_adaptive.errors import (
     Remedy,
     RunFinished,
     RunStopped,
+    without_backward,
 )
 from torchtune_adaptive.formatting import ranks_named
 from torchtune_adaptive.lifecycle.console import log_to_stderr
@@ -41,7 +42,7 @@ from torchtune_adaptive.lifecycle.torchrun import exit_with_launcher, first_to_r
 logger = logging.getLogger(__name__)
 
 
-def run_recipe(recipe_type: type, keys: Collection[str] = (), remedies: Mapping[Remedy, str] = KEYS) -> None:
+def run_recipe(recipe_type: type, keys: Collection[str] = (), remedies: Mapping[Remedy, str] = REMEDIES) -> None:
     """Collective: run a recipe with the config of the command line. Exit with status 1 if it fails. `keys` are the
     config keys that only this recipe has. `remedies` phrases the library's remedies as config keys."""
     exit_with_launcher()
@@ -53,10 +54,9 @@ def run_recipe(recipe_type: type, keys: Collection[str] = (), remedies: Mapping[
 def _run(recipe_type: type, keys: Collection[str]) -> None:
     cfg = checked_config(keys)
     try:
-        with without_active_remedies(cfg):
-            recipe = recipe_type(cfg)
-            with explain_out_of_memory(recipe.run.settings.adaptive.recover_from_oom):
-                _run_methods(recipe)
+        recipe = recipe_type(cfg)
+        with explain_out_of_memory(recipe.run.settings.adaptive.recover_from_oom):
+            _run_methods(recipe)
     except RunFinished as finished:
         if rank() == 0:
             logger.info("%s", finished)
@@ -64,6 +64,10 @@ def _run(recipe_type: type, keys: Collection[str]) -> None:
         if rank() == 0:
             logger.info("%s: %s; %s", THIS_RUN.stopped_by, stopped, saved_and_next_start())
             THIS_RUN.record_end(STOPPED, f"{THIS_RUN.stopped_by}: {stopped}")
+    except AdaptiveError as error:
+        if cfg.get("enable_activation_checkpointing") is True:  # the config has already applied this remedy
+            error.remedies = without_backward(error.remedies)
+        raise
     else:
         if rank() == 0:
             THIS_RUN.record_end(FINISHED)
@@ -117,7 +121,7 @@ def explain_out_of_memory(recover_from_oom: bool) -> AbstractContextManager[None
     return fatal_on_oom(explained)
 
 
-def exit_with_one_message(work: Callable[[], None], remedies: Mapping[Remedy, str] = KEYS) -> None:
+def exit_with_one_message(work: Callable[[], None], remedies: Mapping[Remedy, str] = REMEDIES) -> None:
     """Run `work`. If it fails, only the first failed rank reports the error, and every failed rank exits with status 1.
     Other errors than AdaptiveError are not recorded as the end of the run: their cause may be temporary."""
     try:

@@ -17,8 +17,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from torchtune_adaptive.config.keys import Settings, value_at
-from torchtune_adaptive.config.remedies import KEYS
+from torchtune_adaptive.config.keys import REMEDIES, Settings, value_at
 from torchtune_adaptive.data.balancing import balancer_of
 from torchtune_adaptive.data.loading import Data
 from torchtune_adaptive.data.samples import INDEX, Sample, TokenKind
@@ -169,8 +168,8 @@ def remedies_for_long_samples(settings: Settings, shorter: str) -> str:
     """Return the remedies for a sample that does not fit; `shorter` is the remedy that shortens samples."""
     if settings.adaptive.token_budget != "auto":
         return f"raise adaptive.token_budget, or {shorter}"
-    checkpointing = f"{KEYS[Remedy.CHECKPOINT_ACTIVATIONS]}, " * (not settings.enable_activation_checkpointing)
-    return f"{shorter}, {checkpointing}{KEYS[Remedy.MORE_RANKS]}, or {KEYS[Remedy.LARGER_BUDGET]}"
+    checkpointing = f"{REMEDIES[Remedy.CHECKPOINT_ACTIVATIONS]}, " * (not settings.enable_activation_checkpointing)
+    return f"{shorter}, {checkpointing}{REMEDIES[Remedy.MORE_RANKS]}, or {REMEDIES[Remedy.LARGER_BUDGET]}"
 
 
 def worst_sample(data: Data, sequence_length: int | None) -> Sample:

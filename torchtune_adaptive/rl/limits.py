@@ -14,7 +14,6 @@ from typing import TypeVar
 import torch
 from torch import nn
 
-from torchtune_adaptive.config.remedies import KEYS_IN_PPO
 from torchtune_adaptive.data.checked_dataset import max_seq_len_of
 from torchtune_adaptive.engine.length_profile import Profile
 from torchtune_adaptive.engine.limits import Limit, RowLimit, TokenLimit, longest_row
@@ -36,7 +35,7 @@ from torchtune_adaptive.loop.batch_size import (
 )
 from torchtune_adaptive.loop.training_loop import TrainingLoop
 from torchtune_adaptive.rl.rollouts import Rollout, worst_rollout
-from torchtune_adaptive.rl.settings import PPOSettings
+from torchtune_adaptive.rl.settings import REMEDIES_IN_PPO, PPOSettings
 from torchtune_adaptive.rl.stages import GENERATE, RolloutStage
 
 Result = TypeVar("Result", SearchResult, Profile)
@@ -85,7 +84,7 @@ class LimitFinder:
     def _check_prompts(self, longest: int) -> None:
         """Collective: check that each prompt and an answer fit in `longest` tokens and in the models' max_seq_len."""
         new, most = self._new_tokens, self._most_tokens
-        reason, remedy = "", remedies_for_long_samples(self._settings, KEYS_IN_PPO[Remedy.SHORTER_SAMPLES])
+        reason, remedy = "", remedies_for_long_samples(self._settings, REMEDIES_IN_PPO[Remedy.SHORTER_SAMPLES])
         if most is not None and most < longest:
             longest, reason = most, f", since the models take at most {most} tokens (their max_seq_len)"
             remedy = f"lower max_generated_tokens, or lower tokenizer.max_seq_len to {most - new}"

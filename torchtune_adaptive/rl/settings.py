@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -25,7 +25,7 @@ from torchtune_adaptive.config.keys import (
     setting,
     value_at,
 )
-from torchtune_adaptive.errors import ConfigError, refuse
+from torchtune_adaptive.errors import ConfigError, Remedy, refuse
 from torchtune_adaptive.formatting import count_of
 
 POLICY_SECTION, VALUE_SECTION = "policy_model", "reward_and_value_model"
@@ -120,6 +120,14 @@ PPO_KEYS = (
     *keys.keys_of(PPOSettings),
 )
 """Sections and keys in addition to those of finetuning."""
+
+
+REMEDIES_IN_PPO: Mapping[Remedy, str] = {
+    **keys.REMEDIES,
+    Remedy.SHORTER_SAMPLES: "lower max_generated_tokens or tokenizer.max_seq_len",
+    Remedy.SMALLER_LIMIT: "lower forward_batch_size or raise gradient_accumulation_steps",
+}
+"""Remedies in PPO, where `batch_size` is not the size of a microbatch."""
 
 
 def read_ppo_settings(cfg: DictConfig) -> tuple[Settings, PPOSettings]:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from tests.ranks import run_on_ranks
 from tests.recipes.running import demo_config, load_ours
-from torchtune_adaptive.checkpoints import manager, store, waiting
+from torchtune_adaptive.checkpoints import manager, store
 from torchtune_adaptive.errors import AdaptiveError, CheckpointError, CollectiveFailedError, UnrecoverableError
 from torchtune_adaptive.lifecycle import distributed
 
@@ -77,7 +77,7 @@ def slow_disk(patience_s: float) -> Callable[[Any], Any]:
         dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_s), group)
         with (
             mock.patch.object(manager.CheckpointManager, "_write", write_slowly),
-            mock.patch.multiple(waiting, MESSAGE_EVERY_S=0.5, PATIENCE_S=patience_s),
+            mock.patch.multiple(manager, MESSAGE_EVERY_S=0.5, PATIENCE_S=patience_s),
         ):
             yield
         dist.distributed_c10d._set_pg_timeout(timedelta(minutes=5), group)
@@ -105,7 +105,7 @@ CASES = {
     "nan": Case(weight_of_rank_1_is_nan, CheckpointError),
     "lost peer": Case(raising("manager.gather_weights", RuntimeError(LOST)), CollectiveFailedError, ("step_6",)),
     "no progress": Case(slow_disk(patience_s=1.0), CheckpointError, ("step_6", "rank 0")),
-    "slow": Case(slow_disk(patience_s=waiting.PATIENCE_S), None),
+    "slow": Case(slow_disk(patience_s=manager.PATIENCE_S), None),
 }
 
 

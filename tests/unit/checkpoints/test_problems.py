@@ -13,7 +13,7 @@ from torchtune_adaptive.atomic_files import sync
 from torchtune_adaptive.checkpoints import loading, manager
 from torchtune_adaptive.checkpoints.manager import describe_failure
 from torchtune_adaptive.checkpoints.store import MANIFEST_FILE, write_manifest
-from torchtune_adaptive.config.remedies import KEYS
+from torchtune_adaptive.config.keys import REMEDIES
 from torchtune_adaptive.errors import CheckpointError
 
 
@@ -37,7 +37,7 @@ def test_operating_systems_reason_is_shown_with_its_file(tmp_path: Path) -> None
 def test_oom_in_the_first_save_advises_to_start_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.distributed.get_rank", lambda: 0)
     monkeypatch.setattr(manager.THIS_RUN, "newest_checkpoint", None)
-    message = manager.out_of_memory_in("epoch_0", torch.OutOfMemoryError()).in_words(KEYS)
+    message = manager.out_of_memory_in("epoch_0", torch.OutOfMemoryError()).in_words(REMEDIES)
     advice = "train on more ranks or raise adaptive.memory_limit if it is set"
     assert message.endswith(f"start over with the same command and resume_from_checkpoint=auto; {advice}")
     for error in (torch.OutOfMemoryError(), MemoryError()):

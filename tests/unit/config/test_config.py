@@ -16,7 +16,17 @@ from torchtune_adaptive.config import checks, keys
 from torchtune_adaptive.config.checks import check_keys
 from torchtune_adaptive.config.command_line import config_and_overrides, locate, read_config
 from torchtune_adaptive.config.components import build, build_section, require_parts
-from torchtune_adaptive.config.keys import COUNT, NAMES, NULL, AdaptiveConfig, Rule, read, read_section, setting
+from torchtune_adaptive.config.keys import (
+    COUNT,
+    NAMES,
+    NULL,
+    REMEDIES,
+    AdaptiveConfig,
+    Rule,
+    read,
+    read_section,
+    setting,
+)
 from torchtune_adaptive.config.registry import (
     FULL,
     FULL_DPO,
@@ -29,9 +39,8 @@ from torchtune_adaptive.config.registry import (
     config_files,
     supported_configs,
 )
-from torchtune_adaptive.config.remedies import KEYS, KEYS_IN_PPO
 from torchtune_adaptive.errors import BETWEEN_ERRORS, AdaptiveError, ConfigError, LimitExhaustedError, Remedy
-from torchtune_adaptive.rl.settings import read_ppo_settings
+from torchtune_adaptive.rl.settings import REMEDIES_IN_PPO, read_ppo_settings
 
 ROOT = Path(__file__).parents[3]
 READERS = {
@@ -255,19 +264,19 @@ EXHAUSTED = LimitExhaustedError(FACT, Remedy.SHORTER_SAMPLES, Remedy.CHECKPOINT_
 
 
 def test_every_remedy_has_a_text() -> None:
-    assert set(KEYS) == set(KEYS_IN_PPO) == set(Remedy)
+    assert set(REMEDIES) == set(REMEDIES_IN_PPO) == set(Remedy)
 
 
 def test_library_names_arguments_and_recipes_name_keys() -> None:
     assert str(EXHAUSTED) == f"{FACT}; use shorter samples, checkpoint activations, or train on more ranks"
-    assert EXHAUSTED.in_words(KEYS) == (
+    assert EXHAUSTED.in_words(REMEDIES) == (
         f"{FACT}; lower tokenizer.max_seq_len (and adaptive.sequence_length if set), "
         "set enable_activation_checkpointing: True, or train on more ranks"
     )
-    assert "lower max_generated_tokens or tokenizer.max_seq_len" in EXHAUSTED.in_words(KEYS_IN_PPO)
+    assert "lower max_generated_tokens or tokenizer.max_seq_len" in EXHAUSTED.in_words(REMEDIES_IN_PPO)
 
 
 def test_error_keeps_its_remedies_when_pickled() -> None:
     sent: AdaptiveError = pickle.loads(pickle.dumps(EXHAUSTED))
     assert isinstance(sent, LimitExhaustedError)
-    assert sent.in_words(KEYS) == EXHAUSTED.in_words(KEYS)
+    assert sent.in_words(REMEDIES) == EXHAUSTED.in_words(REMEDIES)

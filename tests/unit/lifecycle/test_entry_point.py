@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from torchtune_adaptive.config.remedies import KEYS
+from torchtune_adaptive.config.keys import REMEDIES
 from torchtune_adaptive.errors import (
     AdaptiveError,
     CheckpointError,
@@ -60,7 +60,7 @@ def test_without_a_shared_folder_every_rank_prints_its_message(tmp_path: Path, m
 def test_only_oom_outside_recovery_is_reported_with_remedies(recover: bool) -> None:
     with pytest.raises(RecoveryUnsupportedError) as caught, entry_point.explain_out_of_memory(recover):
         raise torch.OutOfMemoryError("aten.mm needs 9 bytes, but the limit is 8 bytes")
-    assert "aten.mm needs 9 bytes, but the limit is 8 bytes" in caught.value.in_words(KEYS)
+    assert "aten.mm needs 9 bytes, but the limit is 8 bytes" in caught.value.in_words(REMEDIES)
     assert (Remedy.RECOVERY in caught.value.remedies) == (not recover)
     for error in (KeyError("no memory"), LimitExhaustedError("out of memory")):
         with pytest.raises(type(error)) as unchanged, entry_point.explain_out_of_memory(recover):
@@ -101,7 +101,7 @@ def test_report_names_its_rank_unless_the_error_is_that_of_all_ranks(
 ) -> None:
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setattr(entry_point.dist, "is_initialized", lambda: True)
-    entry_point.report_error(error, error.in_words(KEYS))
+    entry_point.report_error(error, error.in_words(REMEDIES))
     assert capsys.readouterr().err.strip() == begins
 
 
