@@ -27,8 +27,7 @@ from tests.null.processes import FORKING_ON_NULL
 from tests.recipes.running import demo_config
 from torchtune_adaptive.config.checks import read_full_settings, read_lora_settings
 from torchtune_adaptive.config.keys import Settings
-from torchtune_adaptive.data.checked_dataset import CheckedDataset
-from torchtune_adaptive.data.loading import Collate, Data, build_collate
+from torchtune_adaptive.data.loading import CheckedDataset, Collate, Data, build_collate
 from torchtune_adaptive.data.samples import TEXT, Sample
 from torchtune_adaptive.engine import snapshot
 from torchtune_adaptive.engine.limit_policy import Change

@@ -1,23 +1,30 @@
-"""Build the configured dataset, collate function and loader.
+"""The configured dataset, whose samples are checked when they are read, its collate function and its loader.
 
 The loader returns the samples of whole steps. They are collated later, when the step is split into microbatches.
 Samples come in the order of torchtune's loaders: a step has the samples of `gradient_accumulation_steps` batches of
 `batch_size`, and an incomplete last step is dropped.
+
+For torchtune's vision models, a transform cuts each image into tiles, up to a maximum number. torchtune's encoder does
+not mask the empty tiles that pad an image, so losses depend on their number. Images are therefore padded before a step
+is split: to the most tiles in the batch that torchtune would collate.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import islice
-from typing import Any, Generic, TypeVar, cast
+from itertools import chain, islice
+from operator import attrgetter
+from typing import Any, Generic, NamedTuple, TypeVar, cast
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from omegaconf import DictConfig, ListConfig
 from torch import nn
+from torch.nn.functional import pad
 from torch.utils.data import Dataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 from torchtune.data import padded_collate_packed, padded_collate_sft, padded_collate_tiled_images_and_mask
@@ -25,17 +32,87 @@ from torchtune.datasets import ConcatDataset
 
 from torchtune_adaptive.config import components
 from torchtune_adaptive.config.keys import Settings
-from torchtune_adaptive.data.checked_dataset import CheckedDataset
-from torchtune_adaptive.data.images import collate_images
-from torchtune_adaptive.data.samples import PAIR, TEXT, Sample, TokenKind
+from torchtune_adaptive.data.samples import INDEX, PAIR, TEXT, Sample, TokenKind
 from torchtune_adaptive.data.unpadded import Batch, concatenated
-from torchtune_adaptive.engine.ranks import from_all_ranks
-from torchtune_adaptive.errors import ConfigError
+from torchtune_adaptive.engine.ranks import Agreement, from_all_ranks, rank
+from torchtune_adaptive.errors import ConfigError, SampleError, SampleTooLargeError
 from torchtune_adaptive.formatting import count_of
+from torchtune_adaptive.lifecycle.console import progress_bar
 from torchtune_adaptive.lifecycle.distributed import Meshes
 
 Item = TypeVar("Item")
 Collate = Callable[[Sequence[Sample]], Batch]
+
+
+class Longest(NamedTuple):
+    """The longest sample of a dataset; the first one if several are equally long."""
+
+    at: int
+    """Its index in the dataset."""
+    length: int
+
+
+class CheckedDataset(Dataset[Sample]):
+    """Wraps a dataset: adds the index to each sample, checks its length, and names it in errors."""
+
+    def __init__(self, dataset: Any, kind: TokenKind = TEXT) -> None:
+        self.kind = kind
+        """The kind of the samples, padded or not."""
+        self.most_tokens: int | None = None
+        """The model's max_seq_len; None: unknown."""
+        self.truncate_at: int | None = None
+        """Prompts are truncated to this length, since not every dataset truncates them; None: never."""
+        self.dataset = dataset
+        self.length_limit: tuple[int, str] | None = None
+        """Tokens that a microbatch can hold, and the end of the error about longer samples."""
+        self._longest: Longest | None = None
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, index: int) -> Sample:
+        index = int(index)  # the loader passes NumPy integers
+        try:
+            sample = {**self.dataset[index], INDEX: index}
+            if self.truncate_at is not None:
+                sample["tokens"] = sample["tokens"][: self.truncate_at]
+            length = self.kind.length_of(sample)
+        except (Exception, SystemExit) as error:
+            cause = components.in_a_line(error)
+            raise SampleError(
+                f"sample {index} of the dataset cannot be read on rank {rank()} ({cause}): fix it or remove it; choose "
+                "a dataset of the kind that this recipe trains on; or, if columns have other names, set the key that "
+                "names them, such as dataset.column_map or dataset.conversation_column; "
+                "TORCHTUNE_ADAPTIVE_TRACEBACK=1 shows the traceback"
+            ) from error
+        self.check_length(index, length)
+        return sample
+
+    def check_length(self, index: int, length: int) -> None:
+        """Raise a SampleTooLargeError if a microbatch cannot hold a sample of this length."""
+        if self.length_limit is not None and length > self.length_limit[0]:
+            raise SampleTooLargeError(
+                f"sample {index} of the dataset has {length} tokens{self.kind.length_suffix}, but a microbatch has "
+                f"room for {self.length_limit[0]}{self.length_limit[1]}"
+            )
+
+    def longest(self) -> Longest:
+        """Collective: return the longest sample. On the first call, each rank reads its share of the dataset."""
+        if self._longest is None:
+            own, ranks = Longest(0, 0), dist.get_world_size()
+            with progress_bar("longest sample", len(self), "samples", shown=rank() == 0) as bar:
+                for index in range(rank(), len(self), ranks):
+                    own = max(own, Longest(index, self.kind.length_of(self[index])), key=attrgetter("length"))
+                    bar.update(min(ranks, len(self) - bar.n))
+            everyone = [Longest(int(at), int(length)) for at, length in Agreement(2).gather(own)]
+            self._longest = max(everyone, key=lambda each: (each.length, -each.at))
+        return self._longest
+
+
+def max_seq_len_of(models: Iterable[nn.Module]) -> int | None:
+    """Return the smallest max_seq_len of the models; None if unknown."""
+    decoders: list[Any] = [getattr(model, "decoder", model) for model in models]
+    return min((each.max_seq_len for each in decoders if hasattr(each, "max_seq_len")), default=None)
 
 
 @dataclass
@@ -109,6 +186,39 @@ def build_collate(settings: Settings, tokenizer: Any, ignored_label: int, *, pac
     return partial(function, padding_idx=tokenizer.pad_id, ignore_idx=ignored_label)
 
 
+def tiles_of(sample: Sample) -> list[int]:
+    """Return the number of tiles of each image."""
+    return [len(image) for image in sample["encoder_input"]["images"]] if "encoder_mask" in sample else []
+
+
+def with_equal_tiles(samples: list[Sample], rows: int) -> list[Sample]:
+    """Pad the images of each batch of `rows` consecutive samples to the most tiles in this batch."""
+    padded: list[Sample] = []
+    for batch in (samples[start : start + rows] for start in range(0, len(samples), rows)):
+        most = max(chain.from_iterable(map(tiles_of, batch)), default=0)
+        padded += [sample if {*tiles_of(sample)} <= {most} else _padded(sample, most) for sample in batch]
+    return padded
+
+
+def _padded(sample: Sample, most: int) -> Sample:
+    """Append empty tiles to each image, and mask them."""
+    images, masks = [], []
+    for image, mask in zip(sample["encoder_input"]["images"], sample["encoder_mask"], strict=True):
+        missing, tokens_per_tile = most - len(image), mask.size(1) // len(image)
+        images.append(pad(image, (0, 0) * 3 + (0, missing)))
+        masks.append(pad(mask, (0, missing * tokens_per_tile)))
+    return {**sample, "encoder_input": {**sample["encoder_input"], "images": images}, "encoder_mask": masks}
+
+
+def collate_images(rows: list[Sample], **options: int) -> Batch:
+    """Collate like torchtune, whose masks are only correct if no sample of the batch has several images."""
+    batch: Batch = padded_collate_tiled_images_and_mask(rows, **options)
+    masks, images = batch["encoder_mask"], batch["encoder_input"]["images"].size(1)
+    # torchtune joins [rows, images, tokens, image tokens] to [rows, tokens, all image tokens] without a transposition.
+    batch["encoder_mask"] = masks.view(len(rows), images, masks.size(1), -1).transpose(1, 2).flatten(2)
+    return batch
+
+
 def build_step_loader(dataset: CheckedDataset, settings: Settings, mesh: Meshes) -> StepLoader[Sample]:
     """Collective: return the loader of this data-parallel rank.
 
@@ -122,10 +232,10 @@ def build_step_loader(dataset: CheckedDataset, settings: Settings, mesh: Meshes)
             "is not streamed, and whose __len__ returns its number of samples"
         ) from error
     first, *others = from_all_ranks(samples)
-    for rank, other in enumerate(others, start=1):
+    for at, other in enumerate(others, start=1):
         if other != first:
             raise ConfigError(
-                f"dataset has {count_of(first, 'sample')} on rank 0 and {other} on rank {rank}, but all ranks must "
+                f"dataset has {count_of(first, 'sample')} on rank 0 and {other} on rank {at}, but all ranks must "
                 "read the same dataset: check that its files and filters are the same on every node"
             )
     if not samples:

@@ -21,9 +21,7 @@ from torchtune_adaptive.checkpoints.resuming import SIZES, StepsOnRanks, find_st
 from torchtune_adaptive.checkpoints.store import Checkpointer, Files, State
 from torchtune_adaptive.config.keys import Settings
 from torchtune_adaptive.data.balancing import Balancer
-from torchtune_adaptive.data.checked_dataset import max_seq_len_of
-from torchtune_adaptive.data.images import with_equal_tiles
-from torchtune_adaptive.data.loading import Data, StepLoader
+from torchtune_adaptive.data.loading import Data, StepLoader, max_seq_len_of, with_equal_tiles
 from torchtune_adaptive.data.samples import Sample
 from torchtune_adaptive.engine.limits import Limit, RowLimit
 from torchtune_adaptive.engine.memory import MemorySource, memory_within, resident_tensors

@@ -18,8 +18,7 @@ import torch
 from torchtune_adaptive.checkpoints.progress import Progress
 from torchtune_adaptive.config.keys import Settings
 from torchtune_adaptive.contexts import evaluating
-from torchtune_adaptive.data.images import with_equal_tiles
-from torchtune_adaptive.data.loading import Data
+from torchtune_adaptive.data.loading import Data, with_equal_tiles
 from torchtune_adaptive.data.samples import Sample
 from torchtune_adaptive.engine.limits import RowLimit
 from torchtune_adaptive.engine.recovery import Recovery

@@ -14,7 +14,7 @@ from typing import TypeVar
 import torch
 from torch import nn
 
-from torchtune_adaptive.data.checked_dataset import max_seq_len_of
+from torchtune_adaptive.data.loading import max_seq_len_of
 from torchtune_adaptive.engine.length_profile import Profile
 from torchtune_adaptive.engine.limits import Limit, RowLimit, TokenLimit, longest_row
 from torchtune_adaptive.engine.memory import MemorySource

@@ -17,8 +17,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from torchtune_adaptive.config.keys import Settings
-from torchtune_adaptive.data.checked_dataset import CheckedDataset
-from torchtune_adaptive.data.loading import Data, build_dataset, data_of
+from torchtune_adaptive.data.loading import CheckedDataset, Data, build_dataset, data_of
 from torchtune_adaptive.data.samples import Sample
 from torchtune_adaptive.engine.ranks import from_all_ranks, rank, world_size
 from torchtune_adaptive.lifecycle.distributed import Meshes

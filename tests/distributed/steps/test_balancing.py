@@ -11,7 +11,7 @@ import torch.distributed as dist
 from tests.distributed.count_collectives import CountCollectives
 from tests.ranks import RankFailed, run_on_ranks
 from torchtune_adaptive.data.balancing import Balancer
-from torchtune_adaptive.data.checked_dataset import CheckedDataset
+from torchtune_adaptive.data.loading import CheckedDataset
 from torchtune_adaptive.data.samples import INDEX, TEXT
 
 EACH = 6

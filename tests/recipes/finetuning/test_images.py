@@ -56,7 +56,7 @@ def run_all(kind: str, most_images: int, folder: Path) -> None:
             with offline(cfg, 2, STEPS):
                 run_ours(kind, cfg)
         # torchtune's masks of several images are wrong
-        collate = "collate_fn=torchtune_adaptive.data.images.collate_images"
+        collate = "collate_fn=torchtune_adaptive.data.loading.collate_images"
         for rows in sorted({padded_rows(name) for name in RUNS}):
             sizes = f"batch_size={rows}", f"gradient_accumulation_steps={ROWS_PER_STEP // rows}"
             cfg = config_of(kind, folder / f"stock {rows}", *sizes, *([collate] if most_images > 1 else []))

@@ -16,8 +16,7 @@ from torchtune.modules.peft import get_adapter_params, set_trainable_params
 
 from tests.unit.data.minimal_config import NEEDED
 from torchtune_adaptive.config.keys import AdaptiveConfig, Settings
-from torchtune_adaptive.data.checked_dataset import CheckedDataset
-from torchtune_adaptive.data.loading import Data
+from torchtune_adaptive.data.loading import CheckedDataset, Data
 from torchtune_adaptive.data.unpadded import concatenated, support_documents
 from torchtune_adaptive.engine.results import Totals
 from torchtune_adaptive.objectives.finetuning import ForwardBackward

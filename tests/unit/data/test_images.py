@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.recipes.shrunk_models import IMAGE_SIZE
-from torchtune_adaptive.data.images import collate_images, tiles_of, with_equal_tiles
+from torchtune_adaptive.data.loading import collate_images, tiles_of, with_equal_tiles
 from torchtune_adaptive.data.samples import Sample
 from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.loop.batch_size import worst_sample

@@ -16,8 +16,7 @@ from tests.unit.data.minimal_config import NEEDED
 from torchtune_adaptive.checkpoints.progress import Progress
 from torchtune_adaptive.config.keys import Settings
 from torchtune_adaptive.data import loading
-from torchtune_adaptive.data.checked_dataset import CheckedDataset
-from torchtune_adaptive.data.loading import Data, StepLoader, build_step_loader
+from torchtune_adaptive.data.loading import CheckedDataset, Data, StepLoader, build_step_loader
 from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.loop import training_loop
 from torchtune_adaptive.objectives.validation import isolated_random_state

@@ -14,7 +14,7 @@ from torch import nn
 from tests.unit.data.minimal_config import NEEDED
 from tests.unit.data.models import build
 from torchtune_adaptive.config.keys import AdaptiveConfig, Settings
-from torchtune_adaptive.data.checked_dataset import CheckedDataset
+from torchtune_adaptive.data.loading import CheckedDataset
 from torchtune_adaptive.data.samples import FILLER, INDEX, PAIR, TEXT, TokenKind, cost_of
 from torchtune_adaptive.engine.limits import TokenLimit
 from torchtune_adaptive.engine.plans import Load, load_of, plan_step

@@ -10,7 +10,7 @@ from omegaconf import DictConfig, OmegaConf
 from torchtune_adaptive.config.checks import check_keys
 from torchtune_adaptive.config.command_line import read_config
 from torchtune_adaptive.config.registry import config_files
-from torchtune_adaptive.data.checked_dataset import CheckedDataset, Longest
+from torchtune_adaptive.data.loading import CheckedDataset, Longest
 from torchtune_adaptive.data.samples import TEXT
 from torchtune_adaptive.engine.limits import RowLimit
 from torchtune_adaptive.errors import AdaptiveError, ConfigError, SampleTooLargeError
