@@ -7,7 +7,7 @@ Accepts every config of torchtune's full_dpo_distributed unchanged.
 
 from torchtune_adaptive.checkpoints.contents import Contents
 from torchtune_adaptive.config import components
-from torchtune_adaptive.config.checks import read_full_dpo_settings
+from torchtune_adaptive.config.checks import ONLY_FOR_FULL_FINETUNING, read_full_settings
 from torchtune_adaptive.data.loading import build_pairs
 from torchtune_adaptive.lifecycle.entry_point import DictConfig, run_recipe
 from torchtune_adaptive.loop.batch_size import set_batch_sizes
@@ -28,7 +28,8 @@ class AdaptiveFullDPODistributed:
     """One run: `__init__` checks the config, `setup` builds, `train` trains and saves, `cleanup` closes."""
 
     def __init__(self, cfg: DictConfig) -> None:
-        self.run = Run(read_full_dpo_settings(cfg), Contents("full_dpo"))
+        settings = read_full_settings(cfg, "preference training", ONLY_FOR_FULL_FINETUNING)
+        self.run = Run(settings, Contents("full_dpo"))
 
     def setup(self) -> None:
         """Collective: build model, optimizer and data, and find the batch size."""

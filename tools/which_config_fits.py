@@ -23,8 +23,9 @@ from gpu_rehearsal.gpus import GPUS
 from gpu_rehearsal.sweep import SweepRow
 
 from benchmarks.results import RESULTS, save
+from torchtune_adaptive.config import registry
 from torchtune_adaptive.config.command_line import read_config
-from torchtune_adaptive.config.registry import FULL, FULL_DPO, LORA, LORA_DPO, NamedConfig, stock_configs
+from torchtune_adaptive.config.registry import NamedConfig, stock_configs
 from torchtune_adaptive.rehearsing import length_of
 
 PAGE = Path(__file__).parent.parent / "docs" / "which-config-fits.md"
@@ -32,7 +33,7 @@ NAME = "which_config_fits"
 CARDS = ("4090", "a100-40", "a100", "h100")
 SAME_MEMORY = {"a100": "h100"}
 """GPUs of the same memory: one is rehearsed, and the time of the other follows from the same work."""
-RECIPES = {recipe.stock_name: recipe for recipe in (FULL, LORA, FULL_DPO, LORA_DPO)}
+RECIPES = {stock: recipe for recipe, stock in registry.RECIPES.items() if recipe != registry.PPO}
 NOTE = "the largest microbatch that a search finds, and the tokens per second of all ranks: tools/which_config_fits.py"
 FAMILIES = ("llama3_1/", "llama3_2/", "llama3_3/", "mistral/", "phi4/", "qwen2_5/")
 """The page shows these models; the results contain all."""
@@ -82,7 +83,7 @@ def rehearsed(config: NamedConfig, done: Mapping[str, Any]) -> dict[str, Any]:
     row["tokens"] = length_of(cfg)
     if "vision" in config.name:
         return row | {"refused": "--without-data has no images"}
-    recipe = RECIPES[config.recipe].name
+    recipe = RECIPES[config.recipe]
     command = ["-m", recipe, "--config", str(config.path), "use_maximum_batch_size=True", "device=cuda"]
     for card in (name for name in CARDS if name not in SAME_MEMORY and name not in row["gpus"]):
         begin_s = cpu_s()

@@ -100,7 +100,7 @@ def readers_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with a reader's config and recipe."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / MINE).write_bytes(config_files()["adaptive/llama3_2/1B_full"].read_bytes())
-    (tmp_path / "mine.py").write_bytes(recipe_files()[FULL.name].read_bytes())
+    (tmp_path / "mine.py").write_bytes(recipe_files()[FULL].read_bytes())
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     return tmp_path
 
@@ -114,8 +114,8 @@ def test_shown_run_would_start(shown: Shown, readers_folder: Path) -> None:
         Path(file).write_text(text)
     path = config_files().get(name) or Path(name)
     cfg = read_config(path, [*overrides, "output_dir=out"])
-    named = RECIPES[FULL.name if recipe == "mine.py" else recipe]
-    check_keys(cfg, PPO_KEYS if named is PPO else (), log=False)
+    named = FULL if recipe == "mine.py" else recipe
+    check_keys(cfg, PPO_KEYS if named == PPO else (), log=False)
     assert READERS[named](cfg)
 
 

@@ -82,7 +82,7 @@ def add_cp_arguments(parser: argparse.ArgumentParser) -> None:
 
 def independent_copy(text: str, destination: Path) -> str:
     """Return the text of a config with its own output_dir and command, without demo settings."""
-    recipe_for = {recipe.stock_name: name for name, recipe in RECIPES.items()}
+    recipe_for = {stock: name for name, stock in RECIPES.items()}
     text = RUN.sub(lambda found: f"{found[1]}{recipe_for.get(found[2], found[2])} --config {destination}", text)
     text = re.sub(r"^.*# only in the demo\b.*\n", "", text, flags=re.MULTILINE)
     folder = re.compile(r"^(output_dir: \S*/)[^\s/]+", re.MULTILINE)

@@ -24,24 +24,17 @@ MISSPELT = 0.8
 ONLY_FOR_FULL_FINETUNING = ("optimizer_in_bwd", "tensor_parallel_dim")
 
 
-def read_full_settings(cfg: DictConfig) -> Settings:
-    """Read the settings of full finetuning. Raise ConfigError for combinations that torchtune rejects."""
-    return _read(cfg, "full finetuning")
-
-
 def read_lora_settings(cfg: DictConfig) -> tuple[Settings, LoraSettings]:
     """Read the settings of finetuning or preference training with LoRA, and those in the section `model`."""
-    read_settings = partial(_read, cfg, "LoRA", *ONLY_FOR_FULL_FINETUNING)
+    read_settings = partial(read_full_settings, cfg, "LoRA", ONLY_FOR_FULL_FINETUNING)
     settings, adapters = run_checks((read_settings, partial(read, LoraSettings, cfg.get("model"), prefix="model.")))
     return settings, adapters
 
 
-def read_full_dpo_settings(cfg: DictConfig) -> Settings:
-    """Read the settings of preference training without LoRA."""
-    return _read(cfg, "preference training", *ONLY_FOR_FULL_FINETUNING)
-
-
-def _read(cfg: DictConfig, training: str, *not_supported: str) -> Settings:
+def read_full_settings(
+    cfg: DictConfig, training: str = "full finetuning", not_supported: Iterable[str] = ()
+) -> Settings:
+    """Read the settings of a recipe. Raise ConfigError for combinations that torchtune rejects."""
     settings = read_common(cfg)
     refuse(not_at_default(settings, not_supported, training), contradictions(settings), token_budget(settings))
     return settings

@@ -6,7 +6,7 @@ import pkgutil
 import re
 from typing import Any
 
-from omegaconf import DictConfig, ListConfig
+from omegaconf import DictConfig
 from torchtune import config
 
 from torchtune_adaptive.errors import AdaptiveError, ConfigError
@@ -17,20 +17,10 @@ MAX_REASON_LENGTH = 500
 
 
 def require(cfg: DictConfig, key: str) -> DictConfig:
-    """Return the section `key` of the config."""
-    return checked_section(key, require_parts(cfg, key))
-
-
-def require_parts(cfg: DictConfig, key: str) -> DictConfig | ListConfig:
-    """Return the section, or the list of sections, at `key` of the config."""
+    """Return the section `key` of the config. Raise a ConfigError if it is missing or not a section."""
     section = cfg.get(key)
     if section is None:
         raise ConfigError(f"{key} is missing: add a section with a _component_")
-    return section if isinstance(section, ListConfig) else checked_section(key, section)
-
-
-def checked_section(key: str, section: object) -> DictConfig:
-    """Return the value of `key`; raise a ConfigError if it is not a section."""
     if not isinstance(section, DictConfig):
         raise ConfigError(f"{key} is {shown(section)}: allowed is a section with a _component_")
     return section

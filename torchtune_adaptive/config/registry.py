@@ -23,20 +23,14 @@ RUN = re.compile(r"^(#.*\btune run\b.*?)(\w+) --config \S+", re.MULTILINE)
 """Finds the `tune run` command in the comments of a config, and the recipe in it."""
 
 
-class Recipe(NamedTuple):
-    """A recipe of this package."""
-
-    name: str
-    stock_name: str
-    """The recipe of torchtune that it replaces."""
-
-
-FULL = Recipe("adaptive_full_finetune_distributed", "full_finetune_distributed")
-LORA = Recipe("adaptive_lora_finetune_distributed", "lora_finetune_distributed")
-FULL_DPO = Recipe("adaptive_full_dpo_distributed", "full_dpo_distributed")
-LORA_DPO = Recipe("adaptive_lora_dpo_distributed", "lora_dpo_distributed")
-PPO = Recipe("adaptive_ppo_full_finetune_distributed", "ppo_full_finetune_single_device")
-RECIPES: Mapping[str, Recipe] = {recipe.name: recipe for recipe in (FULL, LORA, FULL_DPO, LORA_DPO, PPO)}
+FULL, LORA = "adaptive_full_finetune_distributed", "adaptive_lora_finetune_distributed"
+FULL_DPO, LORA_DPO = "adaptive_full_dpo_distributed", "adaptive_lora_dpo_distributed"
+PPO = "adaptive_ppo_full_finetune_distributed"
+RECIPES: Mapping[str, str] = {
+    **{name: name.removeprefix("adaptive_") for name in (FULL, LORA, FULL_DPO, LORA_DPO)},
+    PPO: "ppo_full_finetune_single_device",
+}
+"""The recipes of this package, and the recipe of torchtune that each replaces."""
 
 
 class NamedConfig(NamedTuple):
@@ -70,12 +64,10 @@ def stock_configs() -> list[NamedConfig]:
 def supported_configs() -> Iterator[NamedConfig]:
     """Yield the configs of each adaptive recipe: first those of this package, then torchtune's."""
     ours, stock = our_configs(), stock_configs()
-    for recipe in RECIPES.values():
-        yield from (config for config in ours if config.recipe == recipe.name)
-        if recipe is not PPO:  # torchtune's PPO configs need changes; an error lists them
-            yield from (
-                NamedConfig(recipe.name, each.name, each.path) for each in stock if each.recipe == recipe.stock_name
-            )
+    for recipe, stock_recipe in RECIPES.items():
+        yield from (config for config in ours if config.recipe == recipe)
+        if recipe != PPO:  # torchtune's PPO configs need changes; an error lists them
+            yield from (each._replace(recipe=recipe) for each in stock if each.recipe == stock_recipe)
 
 
 def recipe_files() -> dict[str, Path]:

@@ -16,7 +16,6 @@ from __future__ import annotations
 import pickle
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate, chain, pairwise
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -54,23 +53,6 @@ def obstacle_to_balancing(model: nn.Module, settings: Settings) -> str | None:
     return None
 
 
-class _SizesInTransit(NamedTuple):
-    packets: list[bytes]
-    """The pickled samples of this rank."""
-    sizes: Tensor
-    """[ranks, samples, 2 or more]: bytes and tokens of each sample."""
-    arrival: dist.Work
-
-
-class _SamplesInTransit(NamedTuple):
-    received: Tensor
-    """Bytes of this rank's samples, in the order of the ranks that read them."""
-    packet_bytes: list[int]
-    arrival: dist.Work
-    sent: Tensor
-    """The send buffer, kept alive until the exchange completes."""
-
-
 class Balancer:
     """Distributes samples over a separate gloo group, which keeps its collectives apart from those of training."""
 
@@ -82,46 +64,50 @@ class Balancer:
 
     def balanced(self, steps: Iterable[list[Sample]]) -> Iterator[list[Sample]]:
         """Collective: yield the steps with redistributed samples, the same number on every rank."""
-        sized: _SizesInTransit | None = None
-        sent: _SamplesInTransit | None = None
+        sized: tuple[list[bytes], Tensor, dist.Work] | None = None
+        sent: tuple[Tensor, list[int], dist.Work, Tensor] | None = None
         for samples in chain(steps, [None] * READ_AHEAD):  # until the last step has arrived
-            ready, sent = sent, None if sized is None else self._send(sized)
+            ready, sent = sent, None if sized is None else self._send(*sized)
             sized = None if samples is None else self._send_sizes(samples)
             if ready is not None:
-                yield self._receive(ready)
+                yield self._receive(*ready)
 
-    def _send_sizes(self, samples: Sequence[Sample]) -> _SizesInTransit:
-        """Collective: begin to exchange the sizes of this rank's samples."""
+    def _send_sizes(self, samples: Sequence[Sample]) -> tuple[list[bytes], Tensor, dist.Work]:
+        """Collective: begin to exchange the sizes of this rank's samples. Return the pickled samples, bytes and tokens
+        of each sample as [ranks, samples, 2 or more], and the exchange that fills them."""
         packets = [pickle.dumps(sample, pickle.HIGHEST_PROTOCOL) for sample in samples]
         sizes = torch.zeros(self._ranks, len(samples), 1 + self._kind.rows, dtype=torch.int64)
         rows = [(len(packet), *self._kind.lengths_of(each)) for packet, each in zip(packets, samples, strict=True)]
         sizes[self._rank] = torch.tensor(rows, dtype=torch.int64)
         with explaining_failures("the exchange of sample lengths"):
-            return _SizesInTransit(packets, sizes, dist.all_reduce(sizes, group=self._group, async_op=True))
+            return packets, sizes, dist.all_reduce(sizes, group=self._group, async_op=True)
 
-    def _send(self, step: _SizesInTransit) -> _SamplesInTransit:
-        """Collective: compute the distribution and begin to exchange samples."""
+    def _send(
+        self, packets: list[bytes], shared: Tensor, arrival: dist.Work
+    ) -> tuple[Tensor, list[int], dist.Work, Tensor]:
+        """Collective: compute the distribution and begin to exchange samples. Return the receive buffer, which has the
+        samples in the order of the ranks that read them, the bytes of each, the exchange, and the send buffer, which
+        must live until the exchange completes."""
         with explaining_failures("the exchange of sample lengths"):
-            step.arrival.wait()
-        sizes, *lengths = (column.tolist() for column in step.sizes.flatten(0, 1).unbind(1))
+            arrival.wait()
+        sizes, *lengths = (column.tolist() for column in shared.flatten(0, 1).unbind(1))
         rank_of = assign_to_ranks([sum(map(self._cost, each)) for each in zip(*lengths, strict=True)], self._ranks)
-        count, received_samples = len(step.packets), [at for at, rank in enumerate(rank_of) if rank == self._rank]
+        count, received_samples = len(packets), [at for at, rank in enumerate(rank_of) if rank == self._rank]
         own = [*enumerate(rank_of[self._rank * count : (self._rank + 1) * count])]
-        outgoing = [b"".join(step.packets[at] for at, rank in own if rank == to) for to in range(self._ranks)]
+        outgoing = [b"".join(packets[at] for at, rank in own if rank == to) for to in range(self._ranks)]
         incoming = [sum(sizes[at] for at in received_samples if at // count == source) for source in range(self._ranks)]
         received = torch.empty(sum(incoming), dtype=torch.uint8)
         sent = torch.frombuffer(bytearray(b"".join(outgoing)), dtype=torch.uint8)
         with explaining_failures("the exchange of samples"):
-            arrival = dist.all_to_all_single(
+            sending = dist.all_to_all_single(
                 received, sent, incoming, [*map(len, outgoing)], group=self._group, async_op=True
             )
-            assert arrival is not None, "an asynchronous collective returns its work"
-        return _SamplesInTransit(received, [sizes[at] for at in received_samples], arrival, sent)
+            assert sending is not None, "an asynchronous collective returns its work"
+        return received, [sizes[at] for at in received_samples], sending, sent
 
-    def _receive(self, step: _SamplesInTransit) -> list[Sample]:
+    def _receive(self, received: Tensor, packet_bytes: list[int], arrival: dist.Work, _sent: Tensor) -> list[Sample]:
         """Collective: return the samples of this rank, in the order of the epoch."""
         with explaining_failures("the exchange of samples"):
-            step.arrival.wait()
-        content = step.received.numpy().tobytes()
-        bounds = pairwise([0, *accumulate(step.packet_bytes)])
+            arrival.wait()
+        content, bounds = received.numpy().tobytes(), pairwise([0, *accumulate(packet_bytes)])
         return [pickle.loads(content[start:end]) for start, end in bounds]

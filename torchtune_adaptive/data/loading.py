@@ -166,10 +166,9 @@ def data_of(
 
 def build_dataset(cfg: DictConfig, tokenizer: Any) -> tuple[Dataset[Sample], bool]:
     """Build `cfg.dataset`; a list of datasets is concatenated. Return it, and True if its rows are packed."""
-    section = components.require_parts(cfg, "dataset")
-    if not isinstance(section, ListConfig):
-        return components.build_section("dataset", section, tokenizer), bool(section.get("packed"))
-    parts = [components.build_section(f"dataset[{i}]", part, tokenizer) for i, part in enumerate(section)]
+    if not isinstance(sections := cfg.get("dataset"), ListConfig):
+        return components.build("dataset", cfg, tokenizer), bool(cfg.dataset.get("packed"))
+    parts = [components.build_section(f"dataset[{i}]", part, tokenizer) for i, part in enumerate(sections)]
     try:
         joined = ConcatDataset(datasets=parts)
     except Exception as error:

@@ -70,12 +70,10 @@ class Journal:
             values = {key: value for key, value in record.items() if not isinstance(value, float) or isfinite(value)}
             _append_line(self._directory / name, json.dumps({"time": round(time.time(), 3), **values}))
         except Exception as error:  # noqa: BLE001 - a metric may have any type, and a disk may fail in any way
-            self._report(self._directory / name, error)
-
-    def _report(self, path: Path | None, error: Exception) -> None:
-        if not self._incomplete:
-            logger.warning("the record of this run is incomplete: %s: %s; training continues", path, reason(error))
-        self._incomplete = True
+            if not self._incomplete:
+                line = "the record of this run is incomplete: %s: %s; training continues"
+                logger.warning(line, self._directory / name, reason(error))
+            self._incomplete = True
 
 
 def _append_line(path: Path, line: str) -> None:

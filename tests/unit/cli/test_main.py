@@ -51,8 +51,8 @@ def test_cp_makes_a_file_that_runs_with_the_printed_command(tmp_path: Path, caps
     copy = tmp_path / "\\1.v2.yaml"
     command = f"tune run --nproc_per_node 2 adaptive_lora_finetune_distributed --config {copy}"
     assert (code, out) == (0, f"copied to {copy}\nrun it with: {command}\n")
-    output_of(capsys, "cp", FULL.name, str(tmp_path))
-    assert (tmp_path / f"{FULL.name}.py").read_bytes() == (ROOT / "recipes" / f"{FULL.name}.py").read_bytes()
+    output_of(capsys, "cp", FULL, str(tmp_path))
+    assert (tmp_path / f"{FULL}.py").read_bytes() == (ROOT / "recipes" / f"{FULL}.py").read_bytes()
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,6 @@ from torchtune_adaptive.config.registry import (
     LORA,
     LORA_DPO,
     PPO,
-    RECIPES,
     NamedConfig,
     Recipe,
     config_files,
@@ -46,7 +45,9 @@ ROOT = Path(__file__).parents[3]
 READERS = {
     FULL: checks.read_full_settings,
     LORA: checks.read_lora_settings,
-    FULL_DPO: checks.read_full_dpo_settings,
+    FULL_DPO: partial(
+        checks.read_full_settings, training="preference training", not_supported=checks.ONLY_FOR_FULL_FINETUNING
+    ),
     LORA_DPO: checks.read_lora_settings,
     PPO: read_ppo_settings,
 }
@@ -54,7 +55,7 @@ READERS = {
 
 @pytest.mark.parametrize("config", [*supported_configs()], ids=lambda config: f"{config.recipe}: {config.name}")
 def test_every_config_is_read_by_its_recipe(config: NamedConfig) -> None:
-    settings = READERS[RECIPES[config.recipe]](read_config(config.path, []))
+    settings = READERS[config.recipe](read_config(config.path, []))
     common = settings[0] if isinstance(settings, tuple) else settings
     assert common.config.output_dir
 
@@ -246,7 +247,7 @@ def test_contradictions_with_other_keys_or_the_recipe_are_refused(
     assert problem not in problems(recipe, demo(recipe, "use_maximum_batch_size=False"))
 
 
-@pytest.mark.parametrize("recipe", [FULL, LORA, FULL_DPO, LORA_DPO, PPO], ids=lambda recipe: recipe.name)
+@pytest.mark.parametrize("recipe", [FULL, LORA, FULL_DPO, LORA_DPO, PPO])
 def test_all_contradictions_are_reported_together(recipe: Recipe) -> None:
     cfg = demo(recipe, "use_maximum_batch_size=True", token_budget="auto", max_batch_size=4)
     errors = problems(recipe, cfg).split(BETWEEN_ERRORS)
