@@ -14,7 +14,7 @@ from torch.nn.functional import kl_div, pad
 
 from torchtune_adaptive import RowLimit, StepRunner, Totals
 from torchtune_adaptive.checkpoints.contents import Contents
-from torchtune_adaptive.checkpoints.loading import load_reference
+from torchtune_adaptive.checkpoints.manager import load_reference
 from torchtune_adaptive.config import components
 from torchtune_adaptive.config.checks import read_full_settings
 from torchtune_adaptive.data.loading import build_data

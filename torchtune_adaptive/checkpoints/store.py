@@ -20,7 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from torchtune_adaptive.atomic_files import DRAFTS, naming, read_json, sync
 from torchtune_adaptive.formatting import count_of, printable
@@ -44,16 +44,8 @@ CHUNK_BYTES, PART_BYTES = 2**22, 2**26
 
 State = dict[str, Any]
 """The state dict that torchtune's checkpointers read and write."""
-
-
-class Checkpointer(Protocol):
-    """Interface of torchtune's checkpointers. A class that combines several of them has it, too."""
-
-    def load_checkpoint(self) -> State:
-        """Read the files that the config names."""
-
-    def save_checkpoint(self, state: State, *, epoch: int, intermediate_checkpoint: bool, **options: bool) -> None:
-        """Write the state into the folder of the epoch, in the output directory of the checkpointer."""
+Checkpointer = Any
+"""A checkpointer of torchtune, or an object with its methods `load_checkpoint` and `save_checkpoint`."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,8 +14,7 @@ from torch import nn
 from torchtune import training
 
 from torchtune_adaptive.checkpoints.contents import Contents
-from torchtune_adaptive.checkpoints.loading import build_checkpointer
-from torchtune_adaptive.checkpoints.manager import CheckpointManager
+from torchtune_adaptive.checkpoints.manager import CheckpointManager, build_checkpointer
 from torchtune_adaptive.checkpoints.progress import EpochSizes, Progress, SavedLimits, start_progress
 from torchtune_adaptive.checkpoints.resuming import SIZES, StepsOnRanks, find_start, with_samples_per_step
 from torchtune_adaptive.checkpoints.store import Checkpointer, Files, State

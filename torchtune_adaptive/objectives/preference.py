@@ -20,7 +20,7 @@ from torch.nn.functional import cross_entropy, pad
 from torchtune.modules.peft import disable_adapter
 from torchtune.training import get_act_offloading_ctx_manager
 
-from torchtune_adaptive.checkpoints.loading import load_reference
+from torchtune_adaptive.checkpoints.manager import load_reference
 from torchtune_adaptive.checkpoints.store import State
 from torchtune_adaptive.config.keys import Settings
 from torchtune_adaptive.contexts import evaluating

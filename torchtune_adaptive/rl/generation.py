@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from random import Random
 from typing import Any
 
@@ -24,19 +23,6 @@ from torchtune_adaptive.engine.results import Totals
 from torchtune_adaptive.lifecycle.distributed import Devices
 from torchtune_adaptive.rl.rollouts import Rollout, answer_tokens
 from torchtune_adaptive.rl.settings import PPOSettings
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """Sampling parameters and stop tokens."""
-
-    temperature: float = 1.0
-    top_k: int | None = None
-    pad_id: int = 0
-    """The token with which an answer is padded after its stop token."""
-    stop_tokens: tuple[int, ...] = ()
-    seed: int = 0
-    """Random numbers depend only on this seed, the iteration and the number of the rollout."""
 
 
 def draws(keys: Sequence[tuple[object, ...]], count: int) -> Tensor:
@@ -63,22 +49,26 @@ def generate(
     model: TransformerDecoder,
     prompts: Sequence[Tensor],
     drawn: Tensor,
-    sampling: Sampling,
     *,
     device: torch.device,
     dtype: torch.dtype,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    pad_id: int = 0,
+    stop_tokens: Sequence[int] = (),
 ) -> Tensor:
-    """Collective: generate one token per column of the random numbers `drawn`, and return the new tokens."""
+    """Collective: generate one token per column of the random numbers `drawn`, and return the new tokens. After a stop
+    token, an answer is padded with `pad_id`."""
     rows, new = drawn.shape
     longest = max(len(prompt) for prompt in prompts)
-    tokens = torch.full((rows, longest + new), sampling.pad_id, device=device)
+    tokens = torch.full((rows, longest + new), pad_id, device=device)
     for row, prompt in enumerate(prompts):
         tokens[row, longest - len(prompt) : longest] = prompt
     columns = torch.arange(longest + new, device=device)
     padding = torch.tensor([longest - len(prompt) for prompt in prompts], device=device)
     is_token = columns >= padding[:, None]  # do not compare with the pad token, which a prompt may contain
     positions = (is_token.cumsum(-1) - 1).clamp(min=0)
-    stops = torch.tensor(sorted(sampling.stop_tokens), dtype=tokens.dtype, device=device)
+    stops = torch.tensor(sorted(stop_tokens), dtype=tokens.dtype, device=device)
     ended = torch.zeros(rows, dtype=torch.bool, device=device)
     drawn = drawn.to(device)
     with torch.no_grad(), _kv_cache(model, rows, longest + new, device, dtype):
@@ -88,11 +78,11 @@ def generate(
             # Padding attends to itself. Otherwise, its output would be NaN and stay in the cache.
             mask = (is_token[:, None] & (columns <= queries[:, None])) | (columns == queries[:, None])
             logits = model(tokens[:, begin:end], mask=mask, input_pos=positions[:, begin:end])[:, -1].float()
-            if sampling.top_k is not None:
-                least = logits.topk(min(sampling.top_k, logits.size(-1))).values[:, -1:]
+            if top_k is not None:
+                least = logits.topk(min(top_k, logits.size(-1))).values[:, -1:]
                 logits = logits.masked_fill(logits < least, -torch.inf)
-            chosen = choose((logits / sampling.temperature).softmax(-1), drawn[:, end - longest])
-            tokens[:, end] = torch.where(ended, sampling.pad_id, chosen)
+            chosen = choose((logits / temperature).softmax(-1), drawn[:, end - longest])
+            tokens[:, end] = torch.where(ended, pad_id, chosen)
             ended |= torch.isin(chosen, stops)
             begin = end
     return tokens[:, longest:]
@@ -131,17 +121,19 @@ class Generate:
         devices: Devices,
         seed: int,
     ) -> None:
-        """Use the stop tokens of the config or, if it has none, those of the tokenizer."""
-        self.model, self.device = model, devices.device
-        self.dtype = training.get_dtype(settings.dtype, device=devices.device)
-        stop_tokens = rl.stop_token_ids or tuple(getattr(tokenizer, "stop_tokens", ()))
-        self.sampling = Sampling(rl.temperature, rl.top_k, tokenizer.pad_id, stop_tokens, seed)
+        """Use the stop tokens of the config or, if it has none, those of the tokenizer. Random numbers depend only on
+        `seed`, the iteration and the number of the rollout."""
+        self.model, self.device, self.seed = model, devices.device, seed
+        self.stop_tokens = rl.stop_token_ids or tuple(getattr(tokenizer, "stop_tokens", ()))
+        sampling = {"temperature": rl.temperature, "top_k": rl.top_k, "pad_id": tokenizer.pad_id}
+        places = {"device": devices.device, "dtype": training.get_dtype(settings.dtype, device=devices.device)}
+        self._options: dict[str, Any] = {**sampling, **places, "stop_tokens": self.stop_tokens}
         self._reshards = settings.fsdp_reshard_after_forward and isinstance(model, FSDPModule)
 
     def __call__(self, rollouts: Sequence[Rollout]) -> Totals:
         """Collective: generate an answer for each rollout and store it with its length."""
         prompts, width = [rollout.prompt for rollout in rollouts], len(rollouts[0].answer)
-        drawn = draws([(self.sampling.seed, "generate", each.iteration, each.number) for each in rollouts], width)
+        drawn = draws([(self.seed, "generate", each.iteration, each.number) for each in rollouts], width)
         policy: Any = self.model
         # If only one token is generated, no later one needs the gathered parameters.
         disable_resharding = self._reshards and width > 1
@@ -149,11 +141,11 @@ class Generate:
             policy.set_reshard_after_forward(False)
         try:
             with torch.compiler.set_stance("force_eager"):
-                answers = generate(policy, prompts, drawn, self.sampling, device=self.device, dtype=self.dtype).cpu()
+                answers = generate(policy, prompts, drawn, **self._options).cpu()
         finally:
             if disable_resharding:
                 policy.set_reshard_after_forward(True)
-        lengths = lengths_of(answers, self.sampling.stop_tokens)
+        lengths = lengths_of(answers, self.stop_tokens)
         for rollout, answer, length in zip(rollouts, answers, lengths, strict=True):
             rollout.answer, rollout.length = answer.clone(), length
         return Totals(torch.zeros((), device=self.device), answer_tokens(rollouts))

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torchtune import rlhf, training
 
 from torchtune_adaptive.checkpoints.contents import Contents
-from torchtune_adaptive.checkpoints.loading import build_checkpointer, load_reference, section_that_saves
+from torchtune_adaptive.checkpoints.manager import build_checkpointer, load_reference, section_that_saves
 from torchtune_adaptive.checkpoints.store import WEIGHTS, Checkpointer, Files, State
 from torchtune_adaptive.config import components
 from torchtune_adaptive.config.keys import Settings

@@ -7,7 +7,7 @@ import torch
 from torchtune.generation import generate as generate_as_torchtune
 
 from tests.distributed.models import ModelConfig, build, samples_of
-from torchtune_adaptive.rl.generation import Sampling, draws, generate
+from torchtune_adaptive.rl.generation import draws, generate
 
 NEW = 5
 PROMPTS = 12
@@ -24,7 +24,7 @@ def generated(rows: int) -> list[list[int]]:
     for first in range(0, PROMPTS, rows):
         numbers = range(first, min(first + rows, PROMPTS))
         drawn = draws([(1, 0, number) for number in numbers], NEW)
-        tokens += generate(model, every[first : first + rows], drawn, Sampling(top_k=20), **HOST).tolist()
+        tokens += generate(model, every[first : first + rows], drawn, top_k=20, **HOST).tolist()
     return tokens
 
 
@@ -38,15 +38,15 @@ def test_most_probable_tokens_are_those_of_torchtune():
     model = build(ModelConfig(sharded=False)).eval()
     prompt = torch.arange(1, 7)
     expected, _ = generate_as_torchtune(model, prompt, max_generated_tokens=NEW, pad_id=-1, top_k=1)
-    found = generate(model, [prompt, prompt[:3]], torch.zeros(2, NEW), Sampling(top_k=1), **HOST)
+    found = generate(model, [prompt, prompt[:3]], torch.zeros(2, NEW), top_k=1, **HOST)
     assert found[0].tolist() == expected[0, len(prompt) :].tolist()
 
 
 def test_padding_follows_a_stop_token():
     model, prompt = build(ModelConfig(sharded=False)), torch.arange(1, 7)
     drawn = draws([(0,)], NEW)
-    free = generate(model, [prompt], drawn, Sampling(), **HOST)[0].tolist()
-    stopped = generate(model, [prompt], drawn, Sampling(stop_tokens=(free[1],), pad_id=63), **HOST)[0].tolist()
+    free = generate(model, [prompt], drawn, **HOST)[0].tolist()
+    stopped = generate(model, [prompt], drawn, stop_tokens=(free[1],), pad_id=63, **HOST)[0].tolist()
     end = free.index(free[1])
     assert stopped == [*free[: end + 1], *[63] * (NEW - end - 1)]
 
@@ -55,6 +55,6 @@ def test_partly_created_caches_are_removed():
     model = build(ModelConfig(sharded=False))
     model.layers[-1].setup_caches = lambda *_, **__: (_ for _ in ()).throw(torch.OutOfMemoryError("mine"))
     with pytest.raises(torch.OutOfMemoryError):
-        generate(model, [torch.arange(3)], torch.zeros(1, NEW), Sampling(), **HOST)
+        generate(model, [torch.arange(3)], torch.zeros(1, NEW), **HOST)
     assert all(layer.attn.kv_cache is None for layer in model.layers)
     assert model.training

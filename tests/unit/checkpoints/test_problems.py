@@ -10,7 +10,7 @@ import torch
 
 from tests.unit.checkpoints.checkpoint_files import manifest
 from torchtune_adaptive.atomic_files import sync
-from torchtune_adaptive.checkpoints import loading, manager
+from torchtune_adaptive.checkpoints import manager
 from torchtune_adaptive.checkpoints.manager import describe_failure
 from torchtune_adaptive.checkpoints.store import MANIFEST_FILE, write_manifest
 from torchtune_adaptive.config.keys import REMEDIES
@@ -57,8 +57,8 @@ def test_loading_error_on_one_rank_is_reported_on_all(
 ) -> None:
     gathered: list[Any] = []
     monkeypatch.setattr("torch.distributed.get_rank", lambda: 1)
-    monkeypatch.setattr(loading, "from_all_ranks", lambda mine: gathered.append(mine) or [(None, False), mine])
+    monkeypatch.setattr(manager, "from_all_ranks", lambda mine: gathered.append(mine) or [(None, False), mine])
     with pytest.raises(CheckpointError, match="rank 1") as error:
-        loading.load_on_all_ranks(mock.Mock(side_effect=[found]), "the weights")
+        manager.load_on_all_ranks(mock.Mock(side_effect=[found]), "the weights")
     assert len(gathered) == 1
     assert ("out of memory" in error.value.fact) == out_of_memory

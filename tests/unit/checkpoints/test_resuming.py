@@ -13,7 +13,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from tests.unit.checkpoints.checkpoint_files import complete, save
 from torchtune_adaptive.checkpoints import store
-from torchtune_adaptive.checkpoints.loading import build_checkpointer
+from torchtune_adaptive.checkpoints.manager import build_checkpointer
 from torchtune_adaptive.checkpoints.resuming import Start, decide, identity_of, with_samples_per_step
 from torchtune_adaptive.checkpoints.store import Files, Position
 from torchtune_adaptive.config.checks import read_full_settings
