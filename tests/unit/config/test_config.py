@@ -35,7 +35,6 @@ from torchtune_adaptive.config.registry import (
     LORA_DPO,
     PPO,
     NamedConfig,
-    Recipe,
     config_files,
     supported_configs,
 )
@@ -209,14 +208,14 @@ BUDGET = {"token_budget": 4096}
 """Under `adaptive:`."""
 
 
-def demo(recipe: Recipe, *overrides: str, **adaptive: object) -> DictConfig:
+def demo(recipe: str, *overrides: str, **adaptive: object) -> DictConfig:
     name = {FULL: "full", LORA: "lora", FULL_DPO: "dpo", LORA_DPO: "lora_dpo", PPO: "ppo"}[recipe]
     cfg = read_config(config_files()[f"adaptive/demo/{name}"], overrides)
     cfg.adaptive = {**adaptive}
     return cfg
 
 
-def problems(recipe: Recipe, cfg: DictConfig) -> str:
+def problems(recipe: str, cfg: DictConfig) -> str:
     try:
         READERS[recipe](cfg)
     except ConfigError as error:
@@ -240,7 +239,7 @@ def problems(recipe: Recipe, cfg: DictConfig) -> str:
     ],
 )
 def test_contradictions_with_other_keys_or_the_recipe_are_refused(
-    recipe: Recipe, overrides: str, adaptive: dict[str, object], problem: str
+    recipe: str, overrides: str, adaptive: dict[str, object], problem: str
 ) -> None:
     cfg = demo(recipe, "use_maximum_batch_size=False", *overrides.split(), **adaptive)
     assert problem in problems(recipe, cfg)
@@ -248,7 +247,7 @@ def test_contradictions_with_other_keys_or_the_recipe_are_refused(
 
 
 @pytest.mark.parametrize("recipe", [FULL, LORA, FULL_DPO, LORA_DPO, PPO])
-def test_all_contradictions_are_reported_together(recipe: Recipe) -> None:
+def test_all_contradictions_are_reported_together(recipe: str) -> None:
     cfg = demo(recipe, "use_maximum_batch_size=True", token_budget="auto", max_batch_size=4)
     errors = problems(recipe, cfg).split(BETWEEN_ERRORS)
     assert [error.split()[0] for error in errors] == ["adaptive.max_batch_size", "use_maximum_batch_size"]
