@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from torchtune_adaptive.report.journal import EPOCH, EVENTS_FILE, START, STEPS_FILE
+from torchtune_adaptive.loop.metrics import EPOCH, EVENTS_FILE, START, STEPS_FILE
 
 
 class Timeline(NamedTuple):

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from omegaconf import DictConfig
 
+from torchtune_adaptive.loop.metrics import EVENTS_FILE
 from torchtune_adaptive.report.journal import EVENTS_FILE
 
 

@@ -69,7 +69,6 @@ WITHOUT_TORCH = {
     "config.keys",
     "config.registry",
     "atomic_files",
-    "report.journal",
     "cli.main",
     "checkpoints.store",
     "lifecycle.run_state",

@@ -8,8 +8,8 @@ import io
 import os
 import re
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from enum import IntEnum
 from importlib.metadata import version
 from pathlib import Path
@@ -169,30 +169,22 @@ def _remedy(found: Sequence[FoundCheckpoint], condition: Condition) -> str:
 COMMANDS = {"ls": (ls, add_ls_arguments), "cp": (cp, add_cp_arguments), "status": (status, add_status_arguments)}
 
 
-@contextmanager
-def printing() -> Iterator[None]:
-    """Exit without a traceback after Ctrl-C, or if the output pipe was closed, for example by `| head`. Print "?" for a
-    character that the terminal's encoding does not have."""
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run a command and exit with its status. Print an error as one line, and "?" for a character that the terminal's
+    encoding does not have."""
+    options = parse(arguments)
     if isinstance(sys.stdout, io.TextIOWrapper):
         with suppress(OSError):  # a forked process may have replaced a file by a pipe, which cannot seek
             sys.stdout.reconfigure(errors="replace")
     try:
-        yield
+        exit_status = options.run(options)
         print(end="", flush=True)
-    except BrokenPipeError:
+        sys.exit(exit_status)
+    except BrokenPipeError:  # for example by `| head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # otherwise the flush at exit would fail again
         sys.exit(CLOSED_PIPE)
     except KeyboardInterrupt:
         sys.exit(INTERRUPTED)
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Run a command and exit with its status. Print an error as one line."""
-    options = parse(arguments)
-    try:
-        with printing():
-            exit_status = options.run(options)
-        sys.exit(exit_status)
     except AdaptiveError as error:
         problem = str(error)
     except ModuleNotFoundError as error:

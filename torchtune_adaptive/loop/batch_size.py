@@ -31,10 +31,10 @@ from torchtune_adaptive.errors import ConfigError, OneRowDoesNotFitError, Remedy
 from torchtune_adaptive.formatting import count_of
 from torchtune_adaptive.lifecycle.console import log_rank_0
 from torchtune_adaptive.loop import schedule
+from torchtune_adaptive.loop.metrics import SEARCH
 from torchtune_adaptive.loop.training_loop import BatchSchedule, TrainingLoop, restore_limits
 from torchtune_adaptive.models.model import phase_boundaries
 from torchtune_adaptive.objectives.preference import POLICY, REFERENCE_LOG_PROBS
-from torchtune_adaptive.report.journal import SEARCH
 from torchtune_adaptive.report.tables import profile_table, search_table
 
 SEARCH_SKIPPED = "skipped: a CPU has no memory limit to search within; set adaptive.memory_limit"

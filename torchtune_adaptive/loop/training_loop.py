@@ -31,10 +31,9 @@ from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.formatting import size_for_rank
 from torchtune_adaptive.lifecycle.console import log_rank_0
 from torchtune_adaptive.lifecycle.distributed import free_setup_memory, join, leave
-from torchtune_adaptive.loop.metrics import Metrics, StepProfiler, record_epoch
+from torchtune_adaptive.loop.metrics import Journal, Metrics, StepProfiler, record_epoch
 from torchtune_adaptive.models.optimizer import Optimization
 from torchtune_adaptive.objectives.validation import Validation
-from torchtune_adaptive.report.journal import Journal
 
 StepSamples = tuple[list[Sample], list[Sample] | None]
 """The samples of a step on this rank, and those of the next step if the schedule looks ahead."""

@@ -1,1 +1,1 @@
-"""The journal of a run, and tables and pictures of runs and searches."""
+"""Tables of searches."""

@@ -13,7 +13,7 @@ from tests.recipes.crash.runs import EPOCHS, KEEP, STEPS, STEPS_PER_EPOCH, Life
 from tests.timeline import read_timeline
 from torchtune_adaptive.checkpoints.store import MANIFEST_FILE
 from torchtune_adaptive.lifecycle.run_state import LOCK_FILE
-from torchtune_adaptive.report.journal import VALIDATION
+from torchtune_adaptive.loop.metrics import VALIDATION
 
 LAST_EPOCH = f"epoch_{EPOCHS - 1}"
 END = re.compile(

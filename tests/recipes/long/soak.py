@@ -45,8 +45,8 @@ from tests.recipes.running import demo_config, load_ours, train_until
 from tests.timeline import lines_of
 from torchtune_adaptive.checkpoints.store import find_checkpoints
 from torchtune_adaptive.engine.limit_policy import GROWTH, RECOVERY
+from torchtune_adaptive.loop.metrics import EVENTS_FILE
 from torchtune_adaptive.objectives.preference import POLICY, REFERENCE
-from torchtune_adaptive.report.journal import EVENTS_FILE
 from torchtune_adaptive.rl.stages import TRAIN_POLICY, TRAIN_VALUE
 
 

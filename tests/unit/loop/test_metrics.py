@@ -14,8 +14,7 @@ from torchtune_adaptive.checkpoints.progress import EpochSizes
 from torchtune_adaptive.config.keys import Settings
 from torchtune_adaptive.engine.limits import RowLimit
 from torchtune_adaptive.loop import metrics
-from torchtune_adaptive.loop.metrics import Metrics, record_epoch
-from torchtune_adaptive.report.journal import EPOCH, Journal
+from torchtune_adaptive.loop.metrics import EPOCH, Journal, Metrics, record_epoch
 
 
 def test_limit_of_an_epoch_is_recorded_again_after_a_resume(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from tests.timeline import lines_of, read_timeline
 from torchtune_adaptive.engine.limit_policy import RECOVERY, Change
-from torchtune_adaptive.report.journal import EVENTS_FILE, START, STEPS_FILE, Journal
+from torchtune_adaptive.loop.metrics import EVENTS_FILE, START, STEPS_FILE, Journal
 
 FILES = (EVENTS_FILE, STEPS_FILE)
 
