@@ -8,7 +8,8 @@ Accepts every config of torchtune's full_dpo_distributed unchanged.
 from torchtune_adaptive.checkpoints.contents import Contents
 from torchtune_adaptive.config import components
 from torchtune_adaptive.config.checks import ONLY_FOR_FULL_FINETUNING, read_full_settings
-from torchtune_adaptive.data.loading import build_pairs
+from torchtune_adaptive.data.loading import build_data
+from torchtune_adaptive.data.samples import PAIR
 from torchtune_adaptive.lifecycle.entry_point import DictConfig, run_recipe
 from torchtune_adaptive.loop.batch_size import set_batch_sizes
 from torchtune_adaptive.loop.training_loop import Run, TrainingLoop
@@ -42,7 +43,7 @@ class AdaptiveFullDPODistributed:
         run.resume(weights)
         loss_fn = components.build("loss", settings.config)
         tokenizer = components.build("tokenizer", settings.config)
-        self.data = build_pairs(settings, tokenizer, devices.mesh)
+        self.data = build_data(settings, tokenizer, devices.mesh, PAIR)
         passes = Passes(self.model, reference, loss_fn, self.data, settings, devices.device)
         self.stages = build_stages(passes, run.journal.event)
         validation = build_validation_of_pairs(passes, self.stages, tokenizer, devices.mesh)

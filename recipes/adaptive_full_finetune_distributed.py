@@ -5,10 +5,13 @@
 Accepts every config of torchtune's full_finetune_distributed unchanged.
 """
 
+from dataclasses import replace
+
 from torchtune_adaptive.checkpoints.contents import Contents
 from torchtune_adaptive.config import components
 from torchtune_adaptive.config.checks import read_full_settings
 from torchtune_adaptive.data.loading import build_data
+from torchtune_adaptive.data.samples import TEXT
 from torchtune_adaptive.lifecycle.entry_point import DictConfig, run_recipe
 from torchtune_adaptive.loop.batch_size import set_batch_sizes
 from torchtune_adaptive.loop.training_loop import Run, TrainingLoop
@@ -32,7 +35,8 @@ class AdaptiveFullFinetuneDistributed:
         run.resume(weights)
         loss_fn = build_loss(settings, self.model)
         tokenizer = components.build("tokenizer", settings.config)
-        self.data = build_data(settings, tokenizer, loss_fn, devices.mesh)
+        kind = replace(TEXT, ignored_label=loss_fn.ignore_index)
+        self.data = build_data(settings, tokenizer, devices.mesh, kind)
         stages = build_stages(self.model, loss_fn, self.data, settings, devices, run.journal.event)
         self.runner = stages.training
         validation = build_validation(self.runner, loss_fn, self.data, tokenizer, settings, devices)

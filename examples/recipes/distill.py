@@ -7,6 +7,7 @@ budgets (with padding), recovery, checkpoints, resuming and the journal work as 
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from omegaconf import DictConfig
@@ -18,7 +19,7 @@ from torchtune_adaptive.checkpoints.manager import load_reference
 from torchtune_adaptive.config import components
 from torchtune_adaptive.config.checks import read_full_settings
 from torchtune_adaptive.data.loading import build_data
-from torchtune_adaptive.data.samples import Sample
+from torchtune_adaptive.data.samples import TEXT, Sample
 from torchtune_adaptive.engine.step import Stages
 from torchtune_adaptive.lifecycle.entry_point import run_recipe
 from torchtune_adaptive.loop.batch_size import set_batch_sizes
@@ -40,7 +41,8 @@ class Distillation:
         self.optimization = build_optimization(settings, self.model, weights, devices.device)
         run.resume(weights)
         tokenizer, loss_fn = (components.build(key, settings.config) for key in ("tokenizer", "loss"))
-        self.data = build_data(settings, tokenizer, loss_fn, devices.mesh)
+        kind = replace(TEXT, ignored_label=loss_fn.ignore_index)
+        self.data = build_data(settings, tokenizer, devices.mesh, kind)
         self.runner = StepRunner(
             self.model,
             self.distill,

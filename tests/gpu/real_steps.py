@@ -8,7 +8,7 @@ import random
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from types import SimpleNamespace
@@ -142,7 +142,8 @@ def build(cfg: DictConfig, device: torch.device) -> RealStep:
     _fill(model)
     optimization = build_optimization(settings, model, {}, device)
     loss_fn = build_loss(settings, model)
-    collate = build_collate(settings, SimpleNamespace(pad_id=0), loss_fn.ignore_index, packed=False)
+    kind = replace(TEXT, ignored_label=loss_fn.ignore_index)
+    collate = build_collate(settings, SimpleNamespace(pad_id=0), kind, packed=False)
     free_setup_memory(device)
     return RealStep(settings, model, loss_fn, collate, optimization, device)
 

@@ -32,7 +32,7 @@ from torchtune.datasets import ConcatDataset
 
 from torchtune_adaptive.config import components
 from torchtune_adaptive.config.keys import Settings
-from torchtune_adaptive.data.samples import INDEX, PAIR, TEXT, Sample, TokenKind
+from torchtune_adaptive.data.samples import INDEX, TEXT, Sample, TokenKind
 from torchtune_adaptive.data.unpadded import Batch, concatenated
 from torchtune_adaptive.engine.ranks import Agreement, from_all_ranks, rank
 from torchtune_adaptive.errors import ConfigError, SampleError, SampleTooLargeError
@@ -139,27 +139,12 @@ class Data:
         self.collate = partial(concatenated, ignored=self.kind.ignored_label)
 
 
-def build_data(settings: Settings, tokenizer: Any, loss_fn: nn.Module, mesh: Meshes) -> Data:
-    """Collective: build the data of finetuning: each sample is one sequence."""
+def build_data(settings: Settings, tokenizer: Any, mesh: Meshes, kind: TokenKind = TEXT) -> Data:
+    """Collective: build the dataset of `kind`, its collate function and its loader."""
     dataset, packed = build_dataset(settings.config, tokenizer)
-    kind = replace(TEXT, ignored_label=cast(int, loss_fn.ignore_index))
-    collate = build_collate(settings, tokenizer, kind.ignored_label, packed=packed)
-    return data_of(CheckedDataset(dataset, kind), collate, settings, tokenizer, mesh, packed=packed)
-
-
-def build_pairs(settings: Settings, tokenizer: Any, mesh: Meshes) -> Data:
-    """Collective: build the data of preference training: each sample is a pair of answers."""
-    dataset, packed = build_dataset(settings.config, tokenizer)
-    if packed:
+    if packed and kind.rows > 1:
         raise ConfigError("dataset.packed is True, but pairs cannot be packed: set it to False")
-    collate = partial(padded_collate_sft, padding_idx=tokenizer.pad_id, ignore_idx=PAIR.ignored_label)
-    return data_of(CheckedDataset(dataset, PAIR), collate, settings, tokenizer, mesh, packed=False)
-
-
-def data_of(
-    samples: CheckedDataset, collate: Collate, settings: Settings, tokenizer: Any, mesh: Meshes, *, packed: bool
-) -> Data:
-    """Collective: combine the samples with a loader."""
+    samples, collate = CheckedDataset(dataset, kind), build_collate(settings, tokenizer, kind, packed=packed)
     loader = build_step_loader(samples, settings, mesh)
     return Data(samples, packed, collate, loader, getattr(tokenizer, "max_seq_len", None))
 
@@ -176,13 +161,14 @@ def build_dataset(cfg: DictConfig, tokenizer: Any) -> tuple[Dataset[Sample], boo
     return joined, bool(getattr(joined, "packed", False))
 
 
-def build_collate(settings: Settings, tokenizer: Any, ignored_label: int, *, packed: bool) -> Collate:
+def build_collate(settings: Settings, tokenizer: Any, kind: TokenKind, *, packed: bool) -> Collate:
     """Return a function that pads samples to the longest; packed rows already have equal lengths."""
     if packed:
         return cast(Collate, padded_collate_packed)
-    function = components.imported("collate_fn", settings.collate_fn)
+    # as in torchtune, `collate_fn` has no effect on pairs
+    function = padded_collate_sft if kind.rows > 1 else components.imported("collate_fn", settings.collate_fn)
     function = collate_images if function is padded_collate_tiled_images_and_mask else function
-    return partial(function, padding_idx=tokenizer.pad_id, ignore_idx=ignored_label)
+    return partial(function, padding_idx=tokenizer.pad_id, ignore_idx=kind.ignored_label)
 
 
 def tiles_of(sample: Sample) -> list[int]:

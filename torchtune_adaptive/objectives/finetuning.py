@@ -17,7 +17,7 @@ from torchtune.training import OffloadActivations
 
 from torchtune_adaptive.config import components
 from torchtune_adaptive.config.keys import Settings
-from torchtune_adaptive.data.loading import Data, build_data
+from torchtune_adaptive.data.loading import Data
 from torchtune_adaptive.data.samples import Sample
 from torchtune_adaptive.data.unpadded import allowing_long_rows, batch_to_device, is_padded, targets_of
 from torchtune_adaptive.engine.fsdp import FSDPModule
@@ -29,9 +29,9 @@ from torchtune_adaptive.objectives.stages import OnChange, build_recovery, stage
 from torchtune_adaptive.objectives.validation import VALIDATION_STAGE, Validation, build_validation_data
 
 
-def build_loss(settings: Settings, model: nn.Module) -> nn.Module:
+def build_loss(settings: Settings, model: nn.Module) -> Any:
     """Build the loss; if it takes logits in chunks, set the model to return chunks."""
-    loss_fn: nn.Module = components.build("loss", settings.config)
+    loss_fn = components.build("loss", settings.config)
     if settings.compile:
         training.compile_loss(loss_fn, verbose=False)
     if hasattr(loss_fn, "num_output_chunks"):
@@ -153,8 +153,7 @@ def build_validation(
     """Collective: build the validation on `dataset_val`; None if the config does not request it."""
     if settings.run_val_every_n_steps is None:
         return None
-    build = partial(build_data, tokenizer=tokenizer, loss_fn=loss_fn, mesh=devices.mesh)
-    validated = build_validation_data(settings, data, build)
+    validated = build_validation_data(settings, data, tokenizer, devices.mesh)
     without_offloading = replace(settings, enable_activation_offloading=False)
     evaluate = ForwardBackward(training.model, loss_fn, validated, without_offloading, devices.device).evaluate
     return Validation(settings, validated, {VALIDATION_STAGE: (training.model, evaluate)}, training.recovery)

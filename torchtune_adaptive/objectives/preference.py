@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -24,7 +24,7 @@ from torchtune_adaptive.checkpoints.manager import load_reference
 from torchtune_adaptive.checkpoints.store import State
 from torchtune_adaptive.config.keys import Settings
 from torchtune_adaptive.contexts import evaluating
-from torchtune_adaptive.data.loading import Data, build_pairs
+from torchtune_adaptive.data.loading import Data
 from torchtune_adaptive.data.samples import FILLER, Sample
 from torchtune_adaptive.data.unpadded import allowing_long_rows, batch_to_device
 from torchtune_adaptive.engine.results import StepResult, Totals
@@ -181,7 +181,7 @@ def build_validation_of_pairs(
     settings = passes.settings
     if settings.run_val_every_n_steps is None:
         return None
-    data = build_validation_data(settings, passes.data, partial(build_pairs, tokenizer=tokenizer, mesh=mesh))
+    data = build_validation_data(settings, passes.data, tokenizer, mesh)
     own = replace(passes, data=data, settings=replace(settings, enable_activation_offloading=False))
     reference = own.reference, own.score_reference
     runs = {VALIDATION_REFERENCE_STAGE: reference, VALIDATION_STAGE: (own.policy, own.evaluate)}

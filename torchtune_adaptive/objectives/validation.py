@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import random
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,13 +19,14 @@ import torch
 from torchtune_adaptive.checkpoints.progress import Progress
 from torchtune_adaptive.config.keys import Settings
 from torchtune_adaptive.contexts import evaluating
-from torchtune_adaptive.data.loading import Data, with_equal_tiles
+from torchtune_adaptive.data.loading import Data, build_data, with_equal_tiles
 from torchtune_adaptive.data.samples import Sample
 from torchtune_adaptive.engine.limits import RowLimit
 from torchtune_adaptive.engine.recovery import Recovery
 from torchtune_adaptive.engine.snapshot import RngState
 from torchtune_adaptive.engine.step import Stages
 from torchtune_adaptive.errors import ConfigError, SampleError
+from torchtune_adaptive.lifecycle.distributed import Meshes
 from torchtune_adaptive.objectives.stages import StagePasses, stages_of
 
 VALIDATION_STAGE = "validation"
@@ -34,13 +36,13 @@ COUNT = "count"
 """Key of the number that sums are divided by: target tokens or, if a pass returns another number, for example pairs."""
 
 
-def build_validation_data(settings: Settings, training: Data, build: Callable[[Settings], Data]) -> Data:
+def build_validation_data(settings: Settings, training: Data, tokenizer: Any, mesh: Meshes) -> Data:
     """Collective: build `dataset_val` like `dataset`, without padding if training has none."""
     config = settings.config.copy()
     config.dataset = config.dataset_val
     own = replace(settings, config=config, shuffle=False, batch_size=1, gradient_accumulation_steps=1)
     with isolated_random_state(), _naming_dataset_val():
-        data = build(own)
+        data = build_data(own, tokenizer, mesh, replace(training.kind, padded=True))
     if not training.kind.padded and not data.packed:
         data.remove_padding()
     return data

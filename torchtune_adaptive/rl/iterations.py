@@ -14,6 +14,7 @@ from torch import nn
 
 from torchtune_adaptive.checkpoints.progress import EpochSizes
 from torchtune_adaptive.data.samples import Sample
+from torchtune_adaptive.engine.ranks import from_all_ranks
 from torchtune_adaptive.engine.results import StepResult
 from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.formatting import count_of
@@ -21,7 +22,7 @@ from torchtune_adaptive.lifecycle.console import log_rank_0
 from torchtune_adaptive.loop.training_loop import BatchSchedule, Run, TrainingLoop, restore_limits
 from torchtune_adaptive.models.optimizer import Optimization, SummedOver
 from torchtune_adaptive.rl.limits import LimitFinder
-from torchtune_adaptive.rl.rollouts import Rollout, build_prompts, gather_rollouts, rollouts_of
+from torchtune_adaptive.rl.rollouts import Rollout, build_prompts, rollouts_of
 from torchtune_adaptive.rl.settings import PPOSettings
 from torchtune_adaptive.rl.stages import GENERATE, TRAIN_POLICY, RolloutStage, build_runners
 
@@ -98,7 +99,8 @@ class Iterations:
         for name, stage in self._stages.items():
             if stage.trains is None:
                 self.run_stage(name, own, iteration)
-        return gather_rollouts(own)
+        by_rank = from_all_ranks(own)
+        return sorted((rollout for rollouts in by_rank for rollout in rollouts), key=lambda rollout: rollout.number)
 
     def run_stage(self, name: str, rollouts: Sequence[Rollout], iteration: int) -> StepResult:
         """Collective: run one stage."""

@@ -9,18 +9,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from typing import TypeVar
+from typing import Any
 
 import torch
 from torch import nn
 
 from torchtune_adaptive.data.loading import max_seq_len_of
-from torchtune_adaptive.engine.length_profile import Profile
 from torchtune_adaptive.engine.limits import Limit, RowLimit, TokenLimit, longest_row
 from torchtune_adaptive.engine.memory import MemorySource
 from torchtune_adaptive.engine.probes import TrainingStep
 from torchtune_adaptive.engine.results import StepResult
-from torchtune_adaptive.engine.search import SearchResult
 from torchtune_adaptive.engine.snapshot import restoring_state
 from torchtune_adaptive.errors import ConfigError, Remedy
 from torchtune_adaptive.lifecycle.console import log_rank_0
@@ -38,9 +36,6 @@ from torchtune_adaptive.rl.rollouts import Rollout, worst_rollout
 from torchtune_adaptive.rl.settings import REMEDIES_IN_PPO, PPOSettings
 from torchtune_adaptive.rl.stages import GENERATE, RolloutStage
 
-Result = TypeVar("Result", SearchResult, Profile)
-Limits = Mapping[str, Limit]
-
 
 class LimitFinder:
     """Finds the limit of each stage, with all models and optimizers in memory."""
@@ -55,13 +50,13 @@ class LimitFinder:
                 f"max_seq_len) for prompt and answer together: set it to {most - 1} or less"
             )
 
-    def find(self, memory: MemorySource | None) -> Limits:
+    def find(self, memory: MemorySource | None) -> Mapping[str, Limit]:
         """Collective: return the limits. Raise SampleTooLargeError for prompts that leave no room for an answer."""
         limits = self._limits(memory)
         self._check_prompts(min(longest_row(limit, LONGEST_SAMPLE) for limit in limits.values()))
         return limits
 
-    def _limits(self, memory: MemorySource | None) -> Limits:
+    def _limits(self, memory: MemorySource | None) -> Mapping[str, Limit]:
         budget, configured = self._settings.adaptive.token_budget, self._loop.stages.limits
         if isinstance(budget, int):
             log_rank_0(f"token budget · at most {budget} tokens, padding included, in a microbatch of each stage")
@@ -104,7 +99,7 @@ class LimitFinder:
                     optimizer.zero_grad(set_to_none=True)
             yield
 
-    def _measure(self, memory: MemorySource, stage: str, measure: Callable[..., Result]) -> Result:
+    def _measure(self, memory: MemorySource, stage: str, measure: Callable[..., Any]) -> Any:
         """Collective: measure a stage."""
         step, most_rows = self._worst_step(memory, stage), self._stages[stage].samples
         try:

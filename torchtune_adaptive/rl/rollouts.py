@@ -10,16 +10,16 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from torchtune_adaptive.config.keys import Settings
-from torchtune_adaptive.data.loading import CheckedDataset, Data, build_dataset, data_of
+from torchtune_adaptive.data.loading import Data, build_data
 from torchtune_adaptive.data.samples import Sample
-from torchtune_adaptive.engine.ranks import from_all_ranks, rank, world_size
+from torchtune_adaptive.engine.ranks import rank, world_size
 from torchtune_adaptive.lifecycle.distributed import Meshes
 
 LOG_PROBS, REFERENCE_LOG_PROBS, VALUES, SCORE = "log-probabilities", "reference", "values", "score"
@@ -154,21 +154,9 @@ def rollouts_of(prompts: Sequence[Sample], iteration: int, new_tokens: int) -> l
 
 def build_prompts(settings: Settings, tokenizer: Any, mesh: Meshes) -> Data:
     """Collective: build the data, where the tokens of each sample are a prompt."""
-
-    def collate(_: object) -> NoReturn:
-        raise NotImplementedError("the stages build their own batches of rollouts")
-
-    dataset, packed = build_dataset(settings.config, tokenizer)
-    samples = CheckedDataset(dataset)
-    data = data_of(samples, collate, settings, tokenizer, mesh, packed=packed)
-    samples.truncate_at = data.max_seq_len  # not every dataset truncates through its tokenizer
+    data = build_data(settings, tokenizer, mesh)
+    data.dataset.truncate_at = data.max_seq_len  # not every dataset truncates through its tokenizer
     return data
-
-
-def gather_rollouts(own: Sequence[Rollout]) -> list[Rollout]:
-    """Collective: return the rollouts of all ranks in order of their numbers, on every rank."""
-    by_rank = from_all_ranks(list(own))
-    return sorted((rollout for rollouts in by_rank for rollout in rollouts), key=lambda rollout: rollout.number)
 
 
 def updates_of(rollouts: Sequence[Rollout], samples: int, epochs: int, seed: int) -> Iterator[list[Rollout]]:

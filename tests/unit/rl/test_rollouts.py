@@ -81,7 +81,7 @@ def samples_of(tokenizer: Any) -> list[Any]:
 
 def test_prompts_are_truncated_to_the_length_of_the_tokenizer() -> None:
     cfg = OmegaConf.create({"dataset": {"_component_": f"{__name__}.samples_of"}})
-    dataset: Any = build_prompts(Settings(**NEEDED, config=cfg), SimpleNamespace(max_seq_len=1), MESH).dataset
+    dataset: Any = build_prompts(Settings(**NEEDED, config=cfg), SimpleNamespace(max_seq_len=1, pad_id=0), MESH).dataset
     assert [dataset[index]["tokens"] for index in range(2)] == [[1], [3]]
 
 
