@@ -11,7 +11,6 @@ from torchtune import rlhf, training
 
 from tests.unit.rl.test_settings import DEMO, config
 from torchtune_adaptive.rl.generation import lengths_of
-from torchtune_adaptive.rl.microbatches import policy_loss
 from torchtune_adaptive.rl.ppo import VALUE_MODEL, TwoCheckpointers, add_advantages
 from torchtune_adaptive.rl.rollouts import (
     ADVANTAGES,
