@@ -9,7 +9,6 @@ import pytest
 from omegaconf import DictConfig
 
 from torchtune_adaptive.loop.metrics import EVENTS_FILE
-from torchtune_adaptive.report.journal import EVENTS_FILE
 
 
 class JsonLogger:
