@@ -32,7 +32,7 @@ PAGE = ROOT / "docs" / "measured.md"
 BEGIN, END = "<!-- made by tests/foreign -->\n", "<!-- end of tests/foreign -->\n"
 LIBRARIES = (
     "torch", "transformers", "accelerate", "trl", "peft", "bitsandbytes", "deepspeed", "liger-kernel", "lightning",
-    "diffusers", "timm", "torchvision", "torchao", "torch-geometric", "sentence-transformers",
+    "torchvision", "torchao", "torch-geometric",
 )  # fmt: skip
 GIB = 2**30
 LIMIT_S = 300
