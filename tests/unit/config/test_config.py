@@ -15,7 +15,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from torchtune_adaptive.config import checks, keys
 from torchtune_adaptive.config.checks import check_keys
-from torchtune_adaptive.config.command_line import config_and_overrides, locate, read_config
+from torchtune_adaptive.config.command_line import locate, read_config
 from torchtune_adaptive.config.components import build, build_section
 from torchtune_adaptive.config.keys import (
     COUNT,
@@ -58,15 +58,6 @@ def test_every_config_is_read_by_its_recipe(config: NamedConfig) -> None:
     settings = READERS[config.recipe](read_config(config.path, []))
     common = settings[0] if isinstance(settings, tuple) else settings
     assert common.config.output_dir
-
-
-@pytest.mark.parametrize("words", [("--config", "adaptive/demo/full"), ("--config=adaptive/demo/full",)])
-def test_config_is_found_among_its_overrides(words: tuple[str, ...]) -> None:
-    path, overrides = config_and_overrides(["batch_size=2", *words, "seed=null"])
-    assert path == config_files()["adaptive/demo/full"]
-    assert overrides == ["batch_size=2", "seed=null"]
-    cfg = read_config(path, overrides)
-    assert (cfg.batch_size, cfg.seed) == (2, None)
 
 
 @pytest.mark.parametrize("name", ["a" * 300, ""], ids=["too long", "a folder"])
