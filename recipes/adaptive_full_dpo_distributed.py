@@ -14,15 +14,9 @@ from torchtune_adaptive.lifecycle.entry_point import DictConfig, run_recipe
 from torchtune_adaptive.loop.batch_size import set_batch_sizes
 from torchtune_adaptive.loop.training_loop import Run, TrainingLoop
 from torchtune_adaptive.models.optimizer import build_optimization
-from torchtune_adaptive.objectives.preference import (
-    PAIRS,
-    POLICY,
-    Passes,
-    build_dpo_models,
-    build_stages,
-    build_validation_of_pairs,
-    figures_of,
-)
+from torchtune_adaptive.objectives.preference import PAIRS, POLICY, Passes, build_dpo_models, figures_of
+from torchtune_adaptive.objectives.stages import build_stages
+from torchtune_adaptive.objectives.validation import build_validation
 
 
 class AdaptiveFullDPODistributed:
@@ -45,8 +39,10 @@ class AdaptiveFullDPODistributed:
         tokenizer = components.build("tokenizer", settings.config)
         self.data = build_data(settings, tokenizer, devices.mesh, PAIR)
         passes = Passes(self.model, reference, loss_fn, self.data, settings, devices.device)
-        self.stages = build_stages(passes, run.journal.event)
-        validation = build_validation_of_pairs(passes, self.stages, tokenizer, devices.mesh)
+        self.stages = build_stages(passes.on_training_data, self.data, settings, devices.device, run.journal.event)
+        validation = build_validation(
+            passes.on_validation_data, settings, self.data, self.stages, tokenizer, devices.mesh
+        )
         self.loop = TrainingLoop(
             run, self.model, self.data, self.optimization, self.stages, loss_fn=loss_fn, validation=validation
         )

@@ -17,7 +17,9 @@ from torchtune_adaptive.loop.batch_size import set_batch_sizes
 from torchtune_adaptive.loop.training_loop import Run, TrainingLoop
 from torchtune_adaptive.models.model import build_model
 from torchtune_adaptive.models.optimizer import build_optimization
-from torchtune_adaptive.objectives.finetuning import build_loss, build_stages, build_validation
+from torchtune_adaptive.objectives.finetuning import ForwardBackward, build_loss
+from torchtune_adaptive.objectives.stages import build_stages
+from torchtune_adaptive.objectives.validation import build_validation
 
 
 class AdaptiveFullFinetuneDistributed:
@@ -37,9 +39,10 @@ class AdaptiveFullFinetuneDistributed:
         tokenizer = components.build("tokenizer", settings.config)
         kind = replace(TEXT, ignored_label=loss_fn.ignore_index)
         self.data = build_data(settings, tokenizer, devices.mesh, kind)
-        stages = build_stages(self.model, loss_fn, self.data, settings, devices, run.journal.event)
+        passes = ForwardBackward(self.model, loss_fn, self.data, settings, devices.device)
+        stages = build_stages({"": (self.model, passes)}, self.data, settings, devices.device, run.journal.event)
         self.runner = stages.training
-        validation = build_validation(self.runner, loss_fn, self.data, tokenizer, settings, devices)
+        validation = build_validation(passes.on_validation_data, settings, self.data, stages, tokenizer, devices.mesh)
         self.loop = TrainingLoop(
             run, self.model, self.data, self.optimization, stages, loss_fn=loss_fn, validation=validation
         )

@@ -1,4 +1,4 @@
-"""Finetuning: the configured loss, the forward and backward pass of a microbatch, and the step runner."""
+"""Finetuning: the configured loss, and the forward and backward pass of a microbatch."""
 
 from __future__ import annotations
 
@@ -19,14 +19,12 @@ from torchtune_adaptive.config import components
 from torchtune_adaptive.config.keys import Settings
 from torchtune_adaptive.data.loading import Data
 from torchtune_adaptive.data.samples import Sample
-from torchtune_adaptive.data.unpadded import allowing_long_rows, batch_to_device, is_padded, targets_of
+from torchtune_adaptive.data.unpadded import allowing_long_rows, batch_to_device, targets_of
 from torchtune_adaptive.engine.fsdp import FSDPModule
 from torchtune_adaptive.engine.ranks import sum_over_ranks
 from torchtune_adaptive.engine.results import Totals
-from torchtune_adaptive.engine.step import Stages, StepRunner
-from torchtune_adaptive.lifecycle.distributed import Devices
-from torchtune_adaptive.objectives.stages import OnChange, build_recovery, stages_of
-from torchtune_adaptive.objectives.validation import VALIDATION_STAGE, Validation, build_validation_data
+from torchtune_adaptive.objectives.stages import StagePasses
+from torchtune_adaptive.objectives.validation import VALIDATION_STAGE
 
 
 def build_loss(settings: Settings, model: nn.Module) -> Any:
@@ -45,9 +43,8 @@ class ForwardBackward:
     def __init__(
         self, model: nn.Module, loss_fn: nn.Module, data: Data, settings: Settings, device: torch.device
     ) -> None:
-        self.model, self.loss_fn, self.data, self.device = model, loss_fn, data, device
+        self.model, self.loss_fn, self.data, self.settings, self.device = model, loss_fn, data, settings, device
         self.activations = training.get_act_offloading_ctx_manager(model, settings.enable_activation_offloading)
-        self._token_budget, self._updates_in_backward = settings.adaptive.token_budget, settings.optimizer_in_bwd
         self._decoder = getattr(model, "decoder", model)
         # A head in its own FSDP group is gathered once per chunk. A batch with few tokens would have fewer chunks, and
         # peers would wait for the missing all-gathers. So every batch has the same number of chunks.
@@ -58,10 +55,10 @@ class ForwardBackward:
         """Accumulate the gradients of one microbatch."""
         with clearing_offloaded_on_error(self.activations):
             loss, labels, shifted_labels = self._loss(samples)
-            target_tokens = labels if self._token_budget is None else shifted_labels
+            target_tokens = labels if self.settings.adaptive.token_budget is None else shifted_labels
             loss = loss * target_tokens
             total = loss.detach()
-            if self._updates_in_backward:  # the optimizer runs inside the backward, so scale now
+            if self.settings.optimizer_in_bwd:  # the optimizer runs inside the backward, so scale now
                 # FSDP averages over ranks: scale this rank's sum so that the result is the mean over all tokens.
                 tokens_of_all = sum_over_ranks(torch.tensor(target_tokens, device=self.device))
                 loss = loss * (dist.get_world_size() / max(1, int(tokens_of_all)))
@@ -73,6 +70,12 @@ class ForwardBackward:
         """Return the loss of one microbatch, summed over target tokens; it does not depend on the split of the step."""
         loss, _, shifted_labels = self._loss(samples)
         return Totals(loss * shifted_labels, shifted_labels)
+
+    def on_validation_data(self, data: Data) -> StagePasses:
+        """Return the passes of a validation."""
+        settings = replace(self.settings, enable_activation_offloading=False)
+        own = ForwardBackward(self.model, self.loss_fn, data, settings, self.device)
+        return {VALIDATION_STAGE: (self.model, own.evaluate)}
 
     def _loss(self, samples: Sequence[Sample]) -> tuple[Tensor, int, int]:
         """Return the mean loss, and the numbers of labels before and after the shift by one token.
@@ -140,35 +143,3 @@ def clearing_offloaded_on_error(activations: AbstractContextManager[object]) -> 
                 activations.curr_graph_id = None
                 activations.curr_autograd_node = None
         raise
-
-
-def build_validation(
-    training: StepRunner[Sample],
-    loss_fn: nn.Module,
-    data: Data,
-    tokenizer: Any,
-    settings: Settings,
-    devices: Devices,
-) -> Validation | None:
-    """Collective: build the validation on `dataset_val`; None if the config does not request it."""
-    if settings.run_val_every_n_steps is None:
-        return None
-    validated = build_validation_data(settings, data, tokenizer, devices.mesh)
-    without_offloading = replace(settings, enable_activation_offloading=False)
-    evaluate = ForwardBackward(training.model, loss_fn, validated, without_offloading, devices.device).evaluate
-    return Validation(settings, validated, {VALIDATION_STAGE: (training.model, evaluate)}, training.recovery)
-
-
-def build_stages(
-    model: nn.Module, loss_fn: nn.Module, data: Data, settings: Settings, devices: Devices, on_change: OnChange
-) -> Stages[Sample]:
-    """Collective: build the only stage of a step, with an initial limit of `batch_size` rows."""
-    plan_padding(data, model, settings, devices.device)
-    run = ForwardBackward(model, loss_fn, data, settings, devices.device)
-    return stages_of({"": (model, run)}, data, settings.batch_size, build_recovery(settings, on_change, model))
-
-
-def plan_padding(data: Data, model: nn.Module, settings: Settings, device: torch.device) -> None:
-    """Collective: concatenate samples instead of padding them, if the config and the model allow it."""
-    if not is_padded(model, settings, device, packed=data.packed, run_model=True):
-        data.remove_padding()

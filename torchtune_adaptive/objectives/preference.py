@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -28,12 +28,11 @@ from torchtune_adaptive.data.loading import Data
 from torchtune_adaptive.data.samples import FILLER, Sample
 from torchtune_adaptive.data.unpadded import allowing_long_rows, batch_to_device
 from torchtune_adaptive.engine.results import StepResult, Totals
-from torchtune_adaptive.engine.step import Stages
-from torchtune_adaptive.lifecycle.distributed import Devices, Meshes
+from torchtune_adaptive.lifecycle.distributed import Devices
 from torchtune_adaptive.models.model import build_frozen_model, build_model, disable_dropout
-from torchtune_adaptive.objectives.finetuning import clearing_offloaded_on_error, plan_padding
-from torchtune_adaptive.objectives.stages import OnChange, build_recovery, stages_of
-from torchtune_adaptive.objectives.validation import COUNT, VALIDATION_STAGE, Validation, build_validation_data
+from torchtune_adaptive.objectives.finetuning import clearing_offloaded_on_error
+from torchtune_adaptive.objectives.stages import StagePasses
+from torchtune_adaptive.objectives.validation import COUNT, VALIDATION_STAGE
 
 REFERENCE = "reference log-probabilities"
 POLICY = "policy"
@@ -119,6 +118,17 @@ class Passes:
         context = get_act_offloading_ctx_manager(self.policy, self.settings.enable_activation_offloading)
         return cast(AbstractContextManager[object], context)
 
+    @property
+    def on_training_data(self) -> StagePasses:
+        """The passes of both stages of a step."""
+        return {REFERENCE: (self.reference, self.score_reference), POLICY: (self.policy, self.train)}
+
+    def on_validation_data(self, data: Data) -> StagePasses:
+        """Return the passes of both stages of a validation."""
+        own = replace(self, data=data, settings=replace(self.settings, enable_activation_offloading=False))
+        reference = own.reference, own.score_reference
+        return {VALIDATION_REFERENCE_STAGE: reference, VALIDATION_STAGE: (own.policy, own.evaluate)}
+
     @torch.no_grad()
     def score_reference(self, pairs: Sequence[Sample]) -> Totals:
         """Store the log-probabilities of the reference in the pairs."""
@@ -164,28 +174,6 @@ def build_dpo_models(
         return policy, policy
     disable_dropout(policy)
     return policy, build_frozen_model(settings, devices, load_reference(settings))
-
-
-def build_stages(passes: Passes, on_change: OnChange) -> Stages[Sample]:
-    """Collective: build both stages, with an initial limit of `batch_size` pairs."""
-    plan_padding(passes.data, passes.policy, passes.settings, passes.device)
-    recovery = build_recovery(passes.settings, on_change, *dict.fromkeys((passes.policy, passes.reference)))
-    runs = {REFERENCE: (passes.reference, passes.score_reference), POLICY: (passes.policy, passes.train)}
-    return stages_of(runs, passes.data, passes.settings.batch_size, recovery)
-
-
-def build_validation_of_pairs(
-    passes: Passes, stages: Stages[Sample], tokenizer: Any, mesh: Meshes
-) -> Validation | None:
-    """Collective: build the validation on `dataset_val`, with two stages; None if the config does not request it."""
-    settings = passes.settings
-    if settings.run_val_every_n_steps is None:
-        return None
-    data = build_validation_data(settings, passes.data, tokenizer, mesh)
-    own = replace(passes, data=data, settings=replace(settings, enable_activation_offloading=False))
-    reference = own.reference, own.score_reference
-    runs = {VALIDATION_REFERENCE_STAGE: reference, VALIDATION_STAGE: (own.policy, own.evaluate)}
-    return Validation(settings, data, runs, stages.training.recovery)
 
 
 def figures_of(results: Mapping[str, StepResult]) -> dict[str, float]:

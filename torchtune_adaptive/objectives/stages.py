@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeAlias
 
+import torch
 from torch import nn
 
 from torchtune_adaptive.config.keys import Settings
 from torchtune_adaptive.data.loading import Data
 from torchtune_adaptive.data.samples import Sample
+from torchtune_adaptive.data.unpadded import is_padded
 from torchtune_adaptive.engine.limit_policy import Change
 from torchtune_adaptive.engine.limits import RowLimit
 from torchtune_adaptive.engine.recovery import Recovery
@@ -21,6 +23,17 @@ from torchtune_adaptive.lifecycle.run_state import THIS_RUN
 OnChange = Callable[[Change], object]
 StagePasses: TypeAlias = Mapping[str, tuple[nn.Module, Callable[[Sequence[Sample]], Totals]]]
 """The model and the microbatch function of each stage, in order. The last stage computes the loss."""
+
+
+def build_stages(
+    passes: StagePasses, data: Data, settings: Settings, device: torch.device, on_change: OnChange
+) -> Stages[Sample]:
+    """Collective: build the stages of a step, with an initial limit of `batch_size` samples. Concatenate samples
+    instead of padding them, if the config and the model allow it."""
+    trained, *others = dict.fromkeys(model for model, _ in reversed([*passes.values()]))
+    if not is_padded(trained, settings, device, packed=data.packed, run_model=True):
+        data.remove_padding()
+    return stages_of(passes, data, settings.batch_size, build_recovery(settings, on_change, trained, *others))
 
 
 def stages_of(passes: StagePasses, data: Data, rows: int, recovery: Recovery) -> Stages[Sample]:

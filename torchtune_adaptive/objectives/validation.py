@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -36,8 +36,18 @@ COUNT = "count"
 """Key of the number that sums are divided by: target tokens or, if a pass returns another number, for example pairs."""
 
 
-def build_validation_data(settings: Settings, training: Data, tokenizer: Any, mesh: Meshes) -> Data:
-    """Collective: build `dataset_val` like `dataset`, without padding if training has none."""
+def build_validation(
+    passes_on: Callable[[Data], StagePasses],
+    settings: Settings,
+    training: Data,
+    stages: Stages[Sample],
+    tokenizer: Any,
+    mesh: Meshes,
+) -> Validation | None:
+    """Collective: build `dataset_val` like `dataset`, without padding if training has none, and the validation on it,
+    with the passes that `passes_on` returns. Return None if the config does not request validation."""
+    if settings.run_val_every_n_steps is None:
+        return None
     config = settings.config.copy()
     config.dataset = config.dataset_val
     own = replace(settings, config=config, shuffle=False, batch_size=1, gradient_accumulation_steps=1)
@@ -45,7 +55,7 @@ def build_validation_data(settings: Settings, training: Data, tokenizer: Any, me
         data = build_data(own, tokenizer, mesh, replace(training.kind, padded=True))
     if not training.kind.padded and not data.packed:
         data.remove_padding()
-    return data
+    return Validation(settings, data, passes_on(data), stages.training.recovery)
 
 
 @contextmanager
