@@ -10,7 +10,6 @@ from typing import Any, TypeAlias
 from torchtune import training
 
 from torchtune_adaptive.checkpoints.store import Position
-from torchtune_adaptive.config.keys import Settings
 from torchtune_adaptive.lifecycle.console import log_rank_0
 
 TORCHTUNE_KEYS = {
@@ -121,10 +120,3 @@ class Progress:
         values = asdict(self)
         other_fields = {name: value for name, value in values.items() if name not in TORCHTUNE_KEYS}
         return {**{key: values[field] for field, key in TORCHTUNE_KEYS.items()}, ADAPTIVE_KEY: json.dumps(other_fields)}
-
-
-def start_progress(settings: Settings, ranks: int) -> Progress:
-    """Collective: seed every rank, and return the progress of a new run."""
-    seed = training.set_seed(seed=settings.seed, debug_mode=settings.cudnn_deterministic_mode)
-    max_steps = settings.max_steps_per_epoch
-    return Progress(seed=seed, total_epochs=settings.epochs, max_steps_per_epoch=max_steps, ranks=ranks)

@@ -41,11 +41,6 @@ def ls(options: argparse.Namespace) -> int:
     return 0
 
 
-def add_ls_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of `ls`."""
-    parser.add_argument("words", nargs="*", metavar="word", help="show only lines that contain all of these words")
-
-
 def cp(options: argparse.Namespace) -> int:
     """Copy a config or a recipe to change it.
 
@@ -71,13 +66,6 @@ def cp(options: argparse.Namespace) -> int:
         raise ConfigError(f"cannot write {destination}: {reason(error)}; choose another place") from error
     print(f"copied to {destination}\nrun it with: {command.removeprefix('#').strip()}")
     return 0
-
-
-def add_cp_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of `cp`."""
-    parser.add_argument("name", help="name of a config or a recipe (see `tune-adaptive ls`)")
-    parser.add_argument("destination", help="a file, or a folder if it exists or ends with /; missing folders are made")
-    parser.add_argument("--force", action="store_true", help="replace an existing file")
 
 
 def independent_copy(text: str, destination: Path) -> str:
@@ -106,11 +94,6 @@ def status(options: argparse.Namespace) -> int:
     condition, lines = condition_of(options.output_dir)
     print("\n".join(map(printable, lines)))  # escaped, because another user may have written the folder
     return condition
-
-
-def add_status_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of `status`."""
-    parser.add_argument("output_dir", type=Path, help="the output_dir of the run")
 
 
 def condition_of(directory: Path) -> tuple[Condition, list[str]]:
@@ -166,9 +149,6 @@ def _remedy(found: Sequence[FoundCheckpoint], condition: Condition) -> str:
     return f"{once_fixed}{'resume' if found else 'start over'} with: {run_state.SAME_COMMAND}"
 
 
-COMMANDS = {"ls": (ls, add_ls_arguments), "cp": (cp, add_cp_arguments), "status": (status, add_status_arguments)}
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run a command and exit with its status. Print an error as one line, and "?" for a character that the terminal's
     encoding does not have."""
@@ -208,15 +188,22 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--version", action="version", version=f"torchtune-adaptive {version('torchtune-adaptive')}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for name, (command, add_arguments) in COMMANDS.items():
+    parsers = {}
+    for command in (ls, cp, status):
         text = inspect.cleandoc(command.__doc__ or "")
-        subparser = commands.add_parser(
-            name,
+        parsers[command] = commands.add_parser(
+            command.__name__,
             help=text.partition("\n")[0],
             description=text,
             formatter_class=argparse.RawDescriptionHelpFormatter,
             allow_abbrev=False,
         )
-        add_arguments(subparser)
-        subparser.set_defaults(command=name, run=command)
+        parsers[command].set_defaults(command=command.__name__, run=command)
+    add = parsers[ls].add_argument
+    add("words", nargs="*", metavar="word", help="show only lines that contain all of these words")
+    add = parsers[cp].add_argument
+    add("name", help="name of a config or a recipe (see `tune-adaptive ls`)")
+    add("destination", help="a file, or a folder if it exists or ends with /; missing folders are made")
+    add("--force", action="store_true", help="replace an existing file")
+    parsers[status].add_argument("output_dir", type=Path, help="the output_dir of the run")
     return parser.parse_args(arguments)

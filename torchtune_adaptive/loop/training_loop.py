@@ -15,7 +15,7 @@ from torchtune import training
 
 from torchtune_adaptive.checkpoints.contents import Contents
 from torchtune_adaptive.checkpoints.manager import CheckpointManager, build_checkpointer
-from torchtune_adaptive.checkpoints.progress import EpochSizes, Progress, SavedLimits, start_progress
+from torchtune_adaptive.checkpoints.progress import EpochSizes, Progress, SavedLimits
 from torchtune_adaptive.checkpoints.resuming import SIZES, StepsOnRanks, find_start, with_samples_per_step
 from torchtune_adaptive.checkpoints.store import Checkpointer, Files, State
 from torchtune_adaptive.config.keys import Settings
@@ -63,7 +63,12 @@ class Run:
                 )
         self.journal = Journal(Path(settings.output_dir) if rank() == 0 else None)
         self.checkpoints = CheckpointManager(settings, self._start, contents, self.devices.device, build)
-        self.progress = start_progress(settings, self.devices.ranks)
+        self.progress = Progress(
+            seed=training.set_seed(seed=settings.seed, debug_mode=settings.cudnn_deterministic_mode),
+            total_epochs=settings.epochs,
+            max_steps_per_epoch=settings.max_steps_per_epoch,
+            ranks=ranks,
+        )
         if settings.fsdp_cpu_offload:  # the optimizer runs on the CPU
             training.set_torch_num_threads()
         self.metrics = Metrics(settings, self.devices.device, self.journal)
