@@ -13,7 +13,7 @@ from torchtune_adaptive.data.samples import PAIR
 from torchtune_adaptive.lifecycle.entry_point import DictConfig, run_recipe
 from torchtune_adaptive.loop.batch_size import set_batch_sizes
 from torchtune_adaptive.loop.training_loop import Run, TrainingLoop
-from torchtune_adaptive.models.optimizer import build_optimization
+from torchtune_adaptive.models.optimizer import Optimization
 from torchtune_adaptive.objectives.preference import PAIRS, POLICY, Passes, build_dpo_models, figures_of
 from torchtune_adaptive.objectives.stages import build_stages
 from torchtune_adaptive.objectives.validation import build_validation
@@ -33,7 +33,7 @@ class AdaptiveFullDPODistributed:
         self.model, reference = build_dpo_models(
             settings, devices, weights, with_adapters=run.contents.lora is not None
         )
-        self.optimization = build_optimization(settings, self.model, weights, devices.device)
+        self.optimization = Optimization(settings, self.model, weights, devices.device)
         run.resume(weights)
         loss_fn = components.build("loss", settings.config)
         tokenizer = components.build("tokenizer", settings.config)

@@ -16,7 +16,7 @@ from torchtune_adaptive.lifecycle.entry_point import DictConfig, run_recipe
 from torchtune_adaptive.loop.batch_size import set_batch_sizes
 from torchtune_adaptive.loop.training_loop import Run, TrainingLoop
 from torchtune_adaptive.models.model import build_model
-from torchtune_adaptive.models.optimizer import build_optimization
+from torchtune_adaptive.models.optimizer import Optimization
 from torchtune_adaptive.objectives.finetuning import ForwardBackward, build_loss
 from torchtune_adaptive.objectives.stages import build_stages
 from torchtune_adaptive.objectives.validation import build_validation
@@ -33,7 +33,7 @@ class AdaptiveFullFinetuneDistributed:
         run, settings, devices = self.run, self.run.settings, self.run.devices
         weights = run.checkpoints.load()
         self.model = build_model(settings, devices, weights, with_adapters=run.contents.lora is not None)
-        self.optimization = build_optimization(settings, self.model, weights, devices.device)
+        self.optimization = Optimization(settings, self.model, weights, devices.device)
         run.resume(weights)
         loss_fn = build_loss(settings, self.model)
         tokenizer = components.build("tokenizer", settings.config)

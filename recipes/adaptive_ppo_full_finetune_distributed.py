@@ -11,7 +11,7 @@ from torchtune_adaptive.config import components
 from torchtune_adaptive.data.samples import Sample
 from torchtune_adaptive.lifecycle.entry_point import DictConfig, run_recipe
 from torchtune_adaptive.loop.training_loop import Run
-from torchtune_adaptive.models.optimizer import build_optimization
+from torchtune_adaptive.models.optimizer import Optimization
 from torchtune_adaptive.rl.generation import Generate
 from torchtune_adaptive.rl.iterations import Iterations
 from torchtune_adaptive.rl.ppo import (
@@ -39,7 +39,7 @@ class AdaptivePPOFullFinetuneDistributed:
         run, settings, ppo, devices = self.run, self.run.settings, self._ppo, self.run.devices
         weights = run.checkpoints.load()
         self.models = build_models(settings, devices, weights)
-        optimization = build_optimization(settings, self.models.trained, weights, devices.device)
+        optimization = Optimization(settings, self.models.trained, weights, devices.device)
         run.resume(weights)
         tokenizer = components.build("tokenizer", settings.config)
         generate = Generate(self.models.policy, tokenizer, settings, ppo, devices, run.progress.seed)

@@ -25,7 +25,7 @@ from torchtune_adaptive.lifecycle.entry_point import run_recipe
 from torchtune_adaptive.loop.batch_size import set_batch_sizes
 from torchtune_adaptive.loop.training_loop import Run, TrainingLoop
 from torchtune_adaptive.models.model import build_frozen_model, build_model
-from torchtune_adaptive.models.optimizer import build_optimization
+from torchtune_adaptive.models.optimizer import Optimization
 from torchtune_adaptive.objectives.finetuning import build_recovery
 
 
@@ -38,7 +38,7 @@ class Distillation:
         weights, teacher = run.checkpoints.load(), load_reference(settings, "teacher_checkpointer")
         self.model = build_model(settings, devices, weights)
         self.teacher = build_frozen_model(settings, devices, teacher, "teacher_model", "teacher_checkpointer")
-        self.optimization = build_optimization(settings, self.model, weights, devices.device)
+        self.optimization = Optimization(settings, self.model, weights, devices.device)
         run.resume(weights)
         tokenizer, loss_fn = (components.build(key, settings.config) for key in ("tokenizer", "loss"))
         kind = replace(TEXT, ignored_label=loss_fn.ignore_index)

@@ -41,7 +41,7 @@ from torchtune_adaptive.engine.tensors import plain_tensors
 from torchtune_adaptive.formatting import MemorySize
 from torchtune_adaptive.lifecycle.distributed import Devices, free_setup_memory, mesh_of
 from torchtune_adaptive.models.model import Unfilled, build_model, phase_boundaries
-from torchtune_adaptive.models.optimizer import Optimization, build_optimization
+from torchtune_adaptive.models.optimizer import Optimization
 from torchtune_adaptive.objectives.finetuning import ForwardBackward, build_loss
 
 Case = TypeVar("Case")
@@ -140,7 +140,7 @@ def build(cfg: DictConfig, device: torch.device) -> RealStep:
     torch.manual_seed(0)
     model = build_model(settings, devices, {training.MODEL_KEY: Unfilled()}, with_adapters=lora is not None)
     _fill(model)
-    optimization = build_optimization(settings, model, {}, device)
+    optimization = Optimization(settings, model, {}, device)
     loss_fn = build_loss(settings, model)
     kind = replace(TEXT, ignored_label=loss_fn.ignore_index)
     collate = build_collate(settings, SimpleNamespace(pad_id=0), kind, packed=False)

@@ -25,17 +25,32 @@ class Optimization:
     """One optimizer, or one per parameter, with the configured learning-rate schedule."""
 
     def __init__(
-        self, settings: Settings, model: nn.Module, checkpointed: AnyOptimizer, *optimizers: torch.optim.Optimizer
+        self, settings: Settings, model: nn.Module, checkpoint: Mapping[str, Any], device: torch.device
     ) -> None:
-        self.checkpointed = checkpointed
-        """The optimizer in the form that torchtune saves."""
-        self.optimizers = optimizers
+        """Build the optimizer and restore its state from the checkpoint."""
         self._cfg, self._model = settings.config, model
         self._max_norm = None if settings.clip_grad_norm is None else float(settings.clip_grad_norm)
         # torchtune's wrapper copies the learning rate of the first optimizer to the others at every step.
         self._scheduler: LRScheduler | None = None
+        self.checkpointed: AnyOptimizer
+        """The optimizer in the form that torchtune saves."""
+        self.optimizers: tuple[torch.optim.Optimizer, ...]
+        if not settings.optimizer_in_bwd:
+            optimizer = components.build("optimizer", settings.config, list(model.parameters()))
+            self.checkpointed, self.optimizers = optimizer, (optimizer,)
+        else:  # one optimizer per parameter, which steps as soon as the gradient is complete
+            optimizers = {p: components.build("optimizer", settings.config, [p]) for p in model.parameters()}
+            training.register_optim_in_bwd_hooks(model=model, optim_dict=optimizers)
+            wrapper = training.create_optim_in_bwd_wrapper(model=model, optim_dict=optimizers)
+            self.checkpointed, self.optimizers = wrapper, tuple(wrapper.optim_map.values())
         # Read the rates here, before a checkpoint overwrites them.
         self._first_rates = [float(group["lr"]) for group in self._groups()]
+        state = checkpoint.get(training.OPT_KEY) or {}
+        if isinstance(self.checkpointed, training.OptimizerInBackwardWrapper):
+            for name, its_state in state.items():
+                load_optimizer_state(model, self.checkpointed.optim_map[name], its_state, device)
+        elif state:
+            load_optimizer_state(model, self.checkpointed, state, device)
 
     def start_schedule(self, *, total_steps: int, steps_done: int) -> None:
         """Build the learning-rate schedule and set it to `steps_done`."""
@@ -104,24 +119,3 @@ def clip(model: nn.Module, max_norm: float | None) -> float:
 
 def _full(norm: Tensor) -> Tensor:
     return norm.full_tensor() if isinstance(norm, DTensor) else norm
-
-
-def build_optimization(
-    settings: Settings, model: nn.Module, checkpoint: Mapping[str, Any], device: torch.device
-) -> Optimization:
-    """Build the optimizer and restore its state from the checkpoint."""
-    state = checkpoint.get(training.OPT_KEY)
-    if not settings.optimizer_in_bwd:
-        optimizer = components.build("optimizer", settings.config, list(model.parameters()))
-        optimization = Optimization(settings, model, optimizer, optimizer)
-        if state:
-            load_optimizer_state(model, optimizer, state, device)
-        return optimization
-    # One optimizer per parameter, which steps as soon as the gradient is complete.
-    optimizers = {p: components.build("optimizer", settings.config, [p]) for p in model.parameters()}
-    training.register_optim_in_bwd_hooks(model=model, optim_dict=optimizers)
-    wrapper = training.create_optim_in_bwd_wrapper(model=model, optim_dict=optimizers)
-    optimization = Optimization(settings, model, wrapper, *wrapper.optim_map.values())
-    for name, one_state in (state or {}).items():
-        load_optimizer_state(model, wrapper.optim_map[name], one_state, device)
-    return optimization

@@ -62,7 +62,7 @@ def deal() -> Epoch:
     """Collective."""
     numbered = Numbered()
     with CountCollectives() as counted:
-        steps = list(Balancer(TEXT, cost=float).deal(steps_here(CheckedDataset(numbered))))
+        steps = list(Balancer(TEXT, cost=float).balanced(steps_here(CheckedDataset(numbered))))
     assert all(sample[INDEX] == sample["number"] for step in steps for sample in step)
     dealt = [[(s["number"], len(s["tokens"]), int(s["labels"][0])) for s in step] for step in steps]
     return Epoch(dealt, numbered.read, [*counted.seen.values()])
@@ -87,7 +87,7 @@ def test_every_sample_is_read_by_its_rank_and_runs_once_in_its_step(ranks: int) 
 
 def deal_with(numbered: Numbered) -> None:
     dataset = CheckedDataset(numbered)
-    list(Balancer(TEXT, cost=float).deal(steps_here(dataset)))
+    list(Balancer(TEXT, cost=float).balanced(steps_here(dataset)))
 
 
 BAD = 2 * EACH + 5  # read by rank 1 in the second step
