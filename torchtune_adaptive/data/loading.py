@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain, islice
 from operator import attrgetter
-from typing import Any, Generic, NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -40,7 +40,6 @@ from torchtune_adaptive.formatting import count_of
 from torchtune_adaptive.lifecycle.console import progress_bar
 from torchtune_adaptive.lifecycle.distributed import Meshes
 
-Item = TypeVar("Item")
 Collate = Callable[[Sequence[Sample]], Batch]
 
 
@@ -124,7 +123,7 @@ class Data:
     """True if every row of the dataset contains several samples and all rows have one length."""
     collate: Collate
     """Turns `kind.rows_of(samples)` into a batch."""
-    loader: StepLoader[Sample]
+    loader: StepLoader
     max_seq_len: int | None
     """The length to which the tokenizer truncates samples; None if it does not."""
 
@@ -204,7 +203,7 @@ def collate_images(rows: list[Sample], **options: int) -> Batch:
     return batch
 
 
-def build_step_loader(dataset: CheckedDataset, settings: Settings, mesh: Meshes) -> StepLoader[Sample]:
+def build_step_loader(dataset: CheckedDataset, settings: Settings, mesh: Meshes) -> StepLoader:
     """Collective: return the loader of this data-parallel rank.
 
     Raises ConfigError if the datasets of the ranks differ in size, or have fewer samples than a step.
@@ -236,10 +235,10 @@ def build_step_loader(dataset: CheckedDataset, settings: Settings, mesh: Meshes)
     return loader
 
 
-class StepLoader(Generic[Item]):
+class StepLoader:
     """Yields this rank's samples of each step; the samples per step may change between epochs."""
 
-    def __init__(self, dataset: Dataset[Item], *, rank: int, world_size: int, shuffle: bool) -> None:
+    def __init__(self, dataset: Dataset[Sample], *, rank: int, world_size: int, shuffle: bool) -> None:
         self._dataset, self._rank, self._ranks, self._shuffle = dataset, rank, world_size, shuffle
         self._samples: int = len(dataset)  # type: ignore[arg-type]
         self.samples_per_rank = math.ceil(self._samples / world_size)
@@ -250,7 +249,7 @@ class StepLoader(Generic[Item]):
         """Return the number of samples left for each rank after all ranks together have used `samples_done`."""
         return (self.samples_per_rank * self._ranks - samples_done) // self._ranks
 
-    def epoch(self, epoch: int, *, samples_per_step: int, steps: int, samples_done: int = 0) -> Iterator[list[Item]]:
+    def epoch(self, epoch: int, *, samples_per_step: int, steps: int, samples_done: int = 0) -> Iterator[list[Sample]]:
         """Yield up to `steps` steps of an epoch, without its first `samples_done` samples.
 
         Ranks take the samples in turn from one shuffled order. So the samples used so far are always the beginning of
@@ -262,7 +261,7 @@ class StepLoader(Generic[Item]):
         )
         return islice(iter(self._loader), steps)
 
-    def all_samples(self, samples_each: int) -> Iterator[list[tuple[Item, bool]]]:
+    def all_samples(self, samples_each: int) -> Iterator[list[tuple[Sample, bool]]]:
         """Yield this rank's part of the whole dataset without shuffling, in lists of up to `samples_each` samples.
 
         All ranks get the same number of samples; if necessary, some samples are repeated. The bool is True for a

@@ -172,11 +172,8 @@ def is_padded(
 
 def _obstacles(model: nn.Module, settings: Settings, device: torch.device, *, packed: bool) -> Iterator[str]:
     """Yield the reasons why samples must be padded: of the config, of the model, then of the device."""
-    is_decoder, collate, ranks = (
-        isinstance(model, TransformerDecoder),
-        settings.collate_fn,
-        settings.tensor_parallel_dim,
-    )
+    is_decoder = isinstance(model, TransformerDecoder)
+    collate, ranks = settings.collate_fn, settings.tensor_parallel_dim
     reasons = [
         ("the dataset is packed", packed),
         (f"collate_fn is {collate}, which decides how samples share a microbatch", collate != Settings.collate_fn),

@@ -100,7 +100,7 @@ class BatchSchedule:
         """Return the limit of every stage in an epoch with these sizes."""
         return {stage: self.limits.get(stage, RowLimit(sizes.microbatch_rows)) for stage in stages}
 
-    def steps(self, loader: StepLoader[Sample], sizes: EpochSizes, progress: Progress) -> Iterator[StepSamples]:
+    def steps(self, loader: StepLoader, sizes: EpochSizes, progress: Progress) -> Iterator[StepSamples]:
         """Collective: yield the samples of each remaining step of an epoch, and those of the next if it looks ahead."""
         samples: Iterator[list[Sample]] = loader.epoch(
             sizes.epoch,

@@ -25,7 +25,7 @@ KEYS = {**NEEDED, "batch_size": 2, "gradient_accumulation_steps": 3}
 SIZES = "batch_size 2 × gradient_accumulation_steps 3 ×"
 
 
-def load(dataset: Any, ranks: int) -> StepLoader[Any]:
+def load(dataset: Any, ranks: int) -> StepLoader:
     mesh: Any = {"dp": SimpleNamespace(size=lambda: ranks, get_local_rank=lambda: 0)}
     return build_step_loader(CheckedDataset(dataset), Settings(**KEYS), mesh)
 
