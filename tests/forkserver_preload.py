@@ -22,7 +22,7 @@ names = [
     "tests.recipes.running",
     "tests.searched_model",
     "tests.skyrl.sweeps",
-    "tests.titan.trainers",
+    "tests.titan.sweep",
     "torch.distributed.run",
     "torchtune._cli.tune",
     *(path.stem for path in (ROOT / "recipes").glob("*.py")),

@@ -90,6 +90,7 @@ def use_cpus() -> None:
         replaced[name] = None
     for name, value in replaced.items():
         setattr(utils.device_module, name, lambda *_, value=value: value)
+    dist.all_to_all = _all_to_all
     create, created = titan.Trainer.init_distributed, dict[str, Any]()
 
     def shared(trainer: Any) -> Any:
@@ -103,6 +104,15 @@ def use_cpus() -> None:
     logging.disable(logging.WARNING)
     gc.collect()
     gc.freeze()  # each recovery collects garbage
+
+
+def _all_to_all(outputs: list[Tensor], inputs: list[Tensor], group: Any = None) -> None:
+    """Collective: exchange tensors of different sizes, which gloo does only if each rank sends one."""
+    received = torch.cat(outputs)
+    sizes = [[len(each) for each in tensors] for tensors in (outputs, inputs)]
+    dist.all_to_all_single(received, torch.cat(inputs), *sizes, group=group)
+    for output, part in zip(outputs, received.split(sizes[0]), strict=True):
+        output.copy_(part)
 
 
 def config(

@@ -111,6 +111,7 @@ class AdaptiveTrainer(Trainer):
         )
         self._counters = [each for name, each in model.named_buffers() if name.endswith(COUNTER)]
         self._losses: list[Tensor] = []
+        self._reset_head()
         self.gradient_accumulation_steps = 1  # the StepRunner gets all rows of a step
         if self.checkpointer.enable:
             self.checkpointer.states[STATE] = self.runner
@@ -192,27 +193,26 @@ class AdaptiveTrainer(Trainer):
         # a slice does not copy; a probe repeats a row
         part = slice(first, last + 1) if last - first + 1 == len(rows) else [*rows]
         labels = torch.full_like(labels[part], IGNORE_INDEX) if is_filler else labels[part]
-        with self._restoring_head():
+        try:
             loss = super().forward_backward_step(
                 input_dict={name: each[part] for name, each in inputs.items()},
                 labels=labels,
                 global_valid_tokens=global_valid_tokens,
             )
+        except BaseException:
+            self._reset_head()
+            raise
         if not is_fake(loss):  # as in a ghost pass
             self._losses.append(loss.detach())
         return Totals(torch.zeros(()), 0 if is_filler else len(rows))
 
-    @contextmanager
-    def _restoring_head(self) -> Iterator[None]:
-        """After an error, restore the settings of FSDP that ChunkedLossWrapper restores only if there is none."""
-        try:
-            yield
-        except BaseException:
-            if isinstance(head := getattr(self.loss_fn, "lm_head", None), FSDPModule):
-                head.set_reshard_after_forward(True)
-                head.set_reshard_after_backward(True)
-                head.set_requires_gradient_sync(True, recurse=False)
-            raise
+    def _reset_head(self) -> None:
+        """Set the settings of FSDP that ChunkedLossWrapper changes to those that it leaves after a complete call. They
+        differ before the first call and after an error. If they did, microbatches would issue other collectives."""
+        if isinstance(head := getattr(self.loss_fn, "lm_head", None), FSDPModule):
+            head.set_reshard_after_forward(True)
+            head.set_reshard_after_backward(True)
+            head.set_requires_gradient_sync(True, recurse=False)
 
     @contextmanager
     def _measuring(self) -> Iterator[None]:

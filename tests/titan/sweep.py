@@ -1,0 +1,129 @@
+"""Compare steps of an AdaptiveTrainer with torchtitan's own, without errors and with injected ones.
+
+python -m tests.titan.sweep [PLACES [CASE ...]]   prints a table of the cases, with an error at each of some places
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
+
+from tests.distributed.count_collectives import CountCollectives
+from tests.fault_injection import FaultInjector
+from tests.ranks import RankFailed, RanksHung, run_on_ranks
+from tests.titan.trainers import pair, relative, same, step, use_cpus
+
+
+@dataclass(frozen=True)
+class Case:
+    ranks: int = 2
+    model: str = "llama"
+    settings: dict[str, Any] = field(default_factory=dict)
+
+
+def meshed(ranks: int, model: str = "llama", backend: str = "spmd_types", **settings: Any) -> Case:
+    """Return a case with these degrees of parallelism (`tensor`, `context`, ...) and other settings."""
+    degrees = ("tensor", "context", "expert", "data_parallel_replicate", "data_parallel_shard")
+    names = {each: f"parallelism__{each}{'' if each.startswith('data') else '_parallel'}_degree" for each in degrees}
+    shared = settings.get("tensor", 1) * settings.get("context", 1)  # ranks that share samples
+    changed = {names.get(name, name): value for name, value in settings.items()}
+    return Case(ranks, model, {"dp": ranks // shared, "parallelism__spmd_backend": backend, **changed})
+
+
+COMPILED = {"compile__enable": True, "compile__backend": "aot_eager", "compile__components": ["model"]}
+CASES = {
+    "one rank": meshed(1),
+    "FSDP2": meshed(2),
+    "FSDP2, 2 batches": meshed(2, batches=2),
+    "FSDP2, loss in one piece": meshed(2, chunked=False),
+    "FSDP2, tied weights": meshed(2, "qwen"),
+    "FSDP2, selective checkpoints": meshed(2, activation_checkpoint=SelectiveAC.Config()),
+    "FSDP2, full checkpoints": meshed(2, activation_checkpoint=FullAC.Config()),
+    "FSDP2, compiled": meshed(2, **COMPILED),
+    "FSDP2, partial_dtensor": meshed(2, backend="partial_dtensor"),
+    "FSDP2, full_dtensor": meshed(2, backend="full_dtensor"),
+    "FSDP2, experts": meshed(2, "deepseek"),
+    "replicas": meshed(2, data_parallel_replicate=2, data_parallel_shard=1),
+    "HSDP": meshed(4, data_parallel_replicate=2, data_parallel_shard=2),
+    "HSDP, 2 batches": meshed(4, data_parallel_replicate=2, data_parallel_shard=2, batches=2),
+    "TP": meshed(2, tensor=2),
+    "TP, loss in one piece": meshed(2, tensor=2, chunked=False),
+    "TP, partial_dtensor": meshed(2, backend="partial_dtensor", tensor=2),
+    "TP, full_dtensor": meshed(2, backend="full_dtensor", tensor=2),
+    "TP, full checkpoints": meshed(2, tensor=2, activation_checkpoint=FullAC.Config()),
+    "TP, selective checkpoints": meshed(2, tensor=2, activation_checkpoint=SelectiveAC.Config()),
+    "TP × FSDP2": meshed(4, tensor=2, batches=2),
+    "CP": meshed(2, context=2, training__seq_len=256, rows=2, parallelism__context_parallel_load_balancer=None),
+    "EP": meshed(2, "deepseek", expert=2),
+    "EP, partial_dtensor": meshed(2, "deepseek", "partial_dtensor", expert=2),
+    "EP, Qwen3": meshed(2, "qwen moe", expert=2),
+    "EP × FSDP2": meshed(4, "deepseek", expert=2),
+}
+
+
+class Swept(NamedTuple):
+    bitwise: bool
+    """True if gradients without errors equal torchtitan's."""
+    added_collectives: int
+    injected: int
+    recovered: int
+    difference: float
+    """Largest difference of gradients from torchtitan's, relative to the norm of each."""
+    seconds: float
+
+
+def sweep(name: str, places: int) -> Swept:
+    """Collective: run a case without errors, then with an error at each of some places, on the ranks in turn."""
+    use_cpus()
+    case, ranks = CASES[name], dist.get_world_size()
+    stock, ours = pair(case.model, **case.settings)
+    expected, healthy, sent = step(stock, 0, update=False), step(ours, 0, update=False), []
+    for trainer in (stock, ours):
+        with CountCollectives() as counted:
+            step(trainer, 0, update=False)
+        sent.append(counted.seen.total())
+    began, state, recovered, difference = time.monotonic(), ours.runner.state_dict(), 0, 0.0
+    with FaultInjector(ours.runner).count(rank=dist.get_rank(), step=ours.step + 1) as faults:
+        step(ours, 0, update=False)
+    counts: list[Any] = [None] * ranks
+    dist.all_gather_object(counts, len(faults.operations))
+    for place in range(places):
+        ours.runner.load_state_dict(state)
+        operation = 1 + place * (min(counts) - 1) // max(1, places - 1)
+        with FaultInjector(ours.runner).fail_at(rank=place % ranks, step=ours.step + 1, operation=operation):
+            ran = step(ours, 0, update=False)
+        recovered += ours.runner.recoveries == state["recoveries"] + 1
+        difference = max(difference, relative(ran, expected))
+    return Swept(
+        same(healthy, expected), sent[1] - sent[0], places, recovered, difference, time.monotonic() - began
+    )
+
+
+def main(places: int, names: list[str]) -> None:
+    print("| case | ranks | bitwise | added collectives | errors | recovered | largest difference | s |")
+    print("|---|---|---|---|---|---|---|---|")
+    totals = [0, 0]
+    for name in names or CASES:
+        try:
+            results = run_on_ranks(CASES[name].ranks, sweep, name, places, timeout_s=120 + 2 * places)
+        except (RankFailed, RanksHung) as error:
+            print(f"| {name} | {type(error).__name__}: {error}", flush=True)
+            continue
+        first, worst = results[0], max(each.difference for each in results)
+        bitwise = all(each.bitwise for each in results)
+        totals = [totals[0] + first.injected, totals[1] + first.recovered]
+        print(
+            f"| {name} | {len(results)} | {bitwise} | {first.added_collectives} | {first.injected} | "
+            f"{first.recovered} | {worst:.0e} | {first.seconds:.0f} |",
+            flush=True,
+        )
+    print(f"{totals[0]:,} injected, {totals[1]:,} recovered")
+
+
+if __name__ == "__main__":
+    main(int(*sys.argv[1:2] or [12]), sys.argv[2:])
