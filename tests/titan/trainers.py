@@ -6,18 +6,18 @@ import dataclasses
 import gc
 import logging
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-
 from torchtitan import trainer as titan
 from torchtitan.components.dataloader import BaseDataLoader
 from torchtitan.components.loss import IGNORE_INDEX, ChunkedLossWrapper, CrossEntropyLoss
 from torchtitan.models import deepseek_v3, llama3, qwen3
-from torchtitan.models.llama3.config_registry import llama3_debugmodel
 from torchtitan.models.common import attention
+from torchtitan.models.llama3.config_registry import llama3_debugmodel
 from torchtitan.tools import utils
 
 from torchtune_adaptive.titan import adaptive
@@ -40,6 +40,7 @@ class RandomTokens(BaseDataLoader):
 
     def __init__(self, config: Any, *, dp_rank: int, seq_len: int, local_batch_size: int, **_: Any) -> None:
         self._rank, self._shape, self.taken = dp_rank, (local_batch_size, seq_len + 1), 0
+        self.other_input = ""
 
     def __iter__(self) -> Iterator[tuple[dict[str, Tensor], Tensor]]:
         while True:
@@ -48,7 +49,8 @@ class RandomTokens(BaseDataLoader):
             tokens = torch.randint(0, VOCABULARY, self._shape, generator=random)
             labels = tokens[:, 1:].clone()
             labels[torch.rand(labels.shape, generator=random) < 0.2] = IGNORE_INDEX
-            yield {"input": tokens[:, :-1], "positions": torch.arange(labels.shape[1]).expand_as(labels)}, labels
+            inputs = {"input": tokens[:, :-1], "positions": torch.arange(labels.shape[1]).expand_as(labels)}
+            yield (inputs | {self.other_input: torch.zeros(3)} if self.other_input else inputs), labels
 
     def state_dict(self) -> dict[str, Any]:
         return {"taken": self.taken}
@@ -74,8 +76,10 @@ class Tokenizer:
         return VOCABULARY
 
 
-def use_cpus() -> None:
-    """Replace what a CPU does not have."""
+def use_cpus(*, compiles: bool = False) -> None:
+    """Replace what a CPU does not have. Functions are only compiled if `compiles`."""
+    if not compiles:
+        torch.compiler.set_stance("force_eager")
 
     def attend(q: Tensor, k: Tensor, v: Tensor, *, scale: float | None, **_: Any) -> tuple[Tensor, None]:
         return torch.nn.functional.scaled_dot_product_attention(
@@ -83,14 +87,15 @@ def use_cpus() -> None:
         ), None
 
     attention.FlexAttention.compiled_flex_attn = staticmethod(attend)
-    attention._compiled_create_block_mask = attention.create_block_mask  # compiling it takes a minute
+    attention._compiled_create_block_mask = attention.create_block_mask
     properties = type("Properties", (), {"total_memory": 2**34, "name": "cpu"})
     replaced = {"get_device_name": "cpu", "get_device_properties": properties, "memory_stats": {}, "device_count": 1}
     for name in ("reset_peak_memory_stats", "empty_cache"):
         replaced[name] = None
     for name, value in replaced.items():
         setattr(utils.device_module, name, lambda *_, value=value: value)
-    dist.all_to_all = _all_to_all
+    Tensor.pin_memory = lambda tensor: tensor  # type: ignore[method-assign, assignment]
+    dist.all_to_all = partial(_all_to_all, dist.all_to_all)
     create, created = titan.Trainer.init_distributed, dict[str, Any]()
 
     def shared(trainer: Any) -> Any:
@@ -106,8 +111,11 @@ def use_cpus() -> None:
     gc.freeze()  # each recovery collects garbage
 
 
-def _all_to_all(outputs: list[Tensor], inputs: list[Tensor], group: Any = None) -> None:
-    """Collective: exchange tensors of different sizes, which gloo does only if each rank sends one."""
+def _all_to_all(exchange: Any, outputs: list[Tensor], inputs: list[Tensor], group: Any = None) -> None:
+    """Collective: exchange tensors of different sizes, which gloo refuses in lists. Integers have equal sizes."""
+    if not inputs[0].is_floating_point():
+        exchange(outputs, inputs, group=group)
+        return
     received = torch.cat(outputs)
     sizes = [[len(each) for each in tensors] for tensors in (outputs, inputs)]
     dist.all_to_all_single(received, torch.cat(inputs), *sizes, group=group)

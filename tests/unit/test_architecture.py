@@ -57,6 +57,7 @@ ROOMS: dict[str, set[str]] = {
     "demo": set(),
     "hf": {"engine", "report"},
     "skyrl": {"engine", "report"},
+    "titan": {"engine", "report"},
 }
 """Folders or modules that a folder may import, in addition to GROUND and itself."""
 

@@ -62,14 +62,18 @@ try:
 except ImportError as error:
     refuse_torch(str(error))
 
+__all__ = ["GhostMode", "GhostPasses", "is_fake", "refusal"]
+
 _FUNCTIONAL = ("all_gather_into_tensor", "all_reduce", "all_to_all_single", "broadcast", "reduce_scatter_tensor")
-_METHODS = ("_allgather_base", "_reduce_scatter_base", "allgather", "allreduce", "alltoall_base", "broadcast")
+_METHODS = (
+    "_allgather_base", "_reduce_scatter_base", "allgather", "allreduce", "alltoall", "alltoall_base", "broadcast",
+)  # fmt: skip
 """Methods of a process group that communicate."""
 _RENAMED = {"all_gather_single", "all_to_all_single", "reduce_scatter_single"} & {*vars(dist.ProcessGroup)}
 """Methods that torch.distributed calls since torch 2.15. They dispatch the same operations as those in `_METHODS`."""
 _SUPPORTED = {*_FUNCTIONAL, *(f"{name}_" for name in _METHODS), "all_reduce_", "barrier", "shard_dim_alltoall"}
 """Collectives that a process group counts as one message."""
-_OF_ANY_SIZE = {"all_to_all_single", "alltoall_base_"}
+_OF_ANY_SIZE = {"all_to_all_single", "alltoall_", "alltoall_base_"}
 """Collectives whose sizes may depend on computed values, so that they may differ between two dry runs."""
 _OVERWRITING = {"allreduce_", "all_reduce_", "broadcast_"}
 """Collectives that overwrite their input."""
@@ -470,6 +474,8 @@ class GhostMode(TorchDispatchMode):
     def _receive_own(self, call: _Call) -> Any:
         """Return the values that this rank would receive if its peers sent the same as it does, for a dry run."""
         *outputs, sent = call.tensors
+        if call.name == "alltoall_":
+            outputs = call.args[0]
         received = outputs if call.in_place else call.run()
         with unset_fake_temporarily():
             if not call.in_place:

@@ -1,4 +1,4 @@
-"""All configs of torchtitan's models, trained by AdaptiveTrainer: `--module torchtune_adaptive.titan --config llama3_8b`.
+"""All configs of torchtitan's models, for AdaptiveTrainer: `--module torchtune_adaptive.titan --config llama3_8b`.
 
 torchtitan looks up the function of a config by its name in this module.
 """
@@ -19,7 +19,8 @@ def __getattr__(name: str) -> Callable[[], AdaptiveTrainer.Config]:
     *module, function = name.rsplit(".", 1)
     likely_first = sorted(_supported_models, key=lambda model: (not name.startswith(model), model))
     for path in module or [f"torchtitan.models.{model}.config_registry" for model in likely_first]:
-        with suppress(ModuleNotFoundError):
+        # a model may need a package that other models do not need
+        with suppress(*([] if module else [ModuleNotFoundError])):
             if callable(found := getattr(import_module(path), function, None)):
                 return lambda: adaptive(found())
-    raise AttributeError(f"neither torchtitan's models nor {path} have a config {function!r}")
+    raise AttributeError(f"{' '.join(module) or 'no model of torchtitan'} has no config {function!r}")

@@ -77,15 +77,19 @@ class AdaptiveTrainer(Trainer):
         adaptive: TitanArguments = field(default_factory=TitanArguments)
 
     config: Config
+    ntokens_seen: int
+    gradient_accumulation_steps: int
     runner: StepRunner[int] | None = None
     """None if this training cannot be repeated. torchtitan's own steps then run."""
 
     def __init__(self, config: Config) -> None:
         """Collective: see torchtitan's Trainer."""
         had_graphs = not config.training.disable_cuda_graphs
-        super().__init__(replace(config, training=replace(config.training, disable_cuda_graphs=True)))
+        config.training = replace(config.training, disable_cuda_graphs=True)
+        super().__init__(config)
         self._batches_per_step, self._searched = self.gradient_accumulation_steps, not config.adaptive.searches
         self._memory: MemorySource | None = None
+        self._batch: tuple[dict[str, Tensor], Tensor, Tensor] | None = None
         [model, *other_parts] = self.model_parts
         if self.parallel_dims.pp_enabled or other_parts:
             self._refuse("the schedule of a pipeline runs all microbatches of a step together")
@@ -164,9 +168,7 @@ class AdaptiveTrainer(Trainer):
         """Collective: run forward and backward on all rows of a step. Repeat both until no rank runs out of memory."""
         self._batch = input_dict, labels, global_valid_tokens
         if self.runner is None:
-            return super().forward_backward_step(
-                input_dict=input_dict, labels=labels, global_valid_tokens=global_valid_tokens
-            )
+            return self._forward_backward(*self._batch)
         seen_before, self._counted = self.ntokens_seen, [each.clone() for each in self._counters]
         try:
             with self._measuring():
@@ -178,8 +180,18 @@ class AdaptiveTrainer(Trainer):
             raise
         # without the rows of repeated attempts
         self.ntokens_seen = seen_before + labels.numel() // self.parallel_dims.cp
-        [first, *others], self._losses = self._losses, []
-        return sum(others, first)
+        self._batch = None
+        [loss, *others], self._losses = self._losses, []
+        for each in others:
+            loss = loss + each
+        return loss
+
+    def _forward_backward(self, inputs: dict[str, Tensor], labels: Tensor, global_valid_tokens: Tensor) -> Tensor:
+        """Collective: call torchtitan's method."""
+        loss: Tensor = super().forward_backward_step(
+            input_dict=inputs, labels=labels, global_valid_tokens=global_valid_tokens
+        )
+        return loss
 
     def _begin_attempt(self, step: int, plan: Plan) -> None:
         self._losses.clear()
@@ -188,17 +200,15 @@ class AdaptiveTrainer(Trainer):
 
     def _run_microbatch(self, rows: Sequence[int]) -> Totals:
         """Collective: run torchtitan's method on these rows."""
+        assert self._batch is not None
         (inputs, labels, global_valid_tokens), is_filler = self._batch, rows[0] == FILLER
         first, last = max(0, rows[0]), max(0, rows[-1])
         # a slice does not copy; a probe repeats a row
         part = slice(first, last + 1) if last - first + 1 == len(rows) else [*rows]
         labels = torch.full_like(labels[part], IGNORE_INDEX) if is_filler else labels[part]
         try:
-            loss = super().forward_backward_step(
-                input_dict={name: each[part] for name, each in inputs.items()},
-                labels=labels,
-                global_valid_tokens=global_valid_tokens,
-            )
+            parts = {name: each[part] for name, each in inputs.items()}
+            loss = self._forward_backward(parts, labels, global_valid_tokens)
         except BaseException:
             self._reset_head()
             raise
@@ -252,7 +262,7 @@ def _has_rows(value: object, labels: Tensor) -> bool:
 
 
 def adaptive(config: Any, **arguments: Any) -> AdaptiveTrainer.Config:
-    """Return a config of torchtitan's Trainer that builds an AdaptiveTrainer. `arguments` are fields of TitanArguments."""
+    """Return the same config, which builds an AdaptiveTrainer. `arguments` are fields of TitanArguments."""
     if isinstance(config, AdaptiveTrainer.Config):
         return replace(config, adaptive=config.adaptive.changed(**arguments))
     if type(config) is not Trainer.Config:

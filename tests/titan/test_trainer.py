@@ -1,0 +1,316 @@
+"""AdaptiveTrainer against torchtitan's own Trainer, without and with out-of-memory errors."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torchtitan")
+
+import torch.distributed as dist
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch import Tensor
+from torchtitan.components.validate import Validator
+from torchtitan.config import ConfigManager
+from torchtitan.models.flux.config_registry import flux_debugmodel
+from torchtitan.models.llama3.config_registry import llama3_debugmodel
+
+from tests.fault_injection import FaultInjector
+from tests.ranks import run_on_ranks
+from tests.titan.sweep import CASES, sweep
+from tests.titan.trainers import RandomTokens, build, config, pair, relative, same, step, use_cpus
+from torchtune_adaptive.errors import ConfigError, LimitExhaustedError
+from torchtune_adaptive.titan import AdaptiveTrainer, adaptive
+
+pytestmark = pytest.mark.timeout(1800)
+PLACES = 3
+"""The number of operations that fail in each case, one at a time."""
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_step_equals_torchtitans_and_recovers_from_errors(name: str) -> None:
+    for of_rank in run_on_ranks(CASES[name].ranks, sweep, name, PLACES, timeout_s=120):
+        assert of_rank.bitwise
+        assert of_rank.added_collectives <= 1
+        assert of_rank.recovered == of_rank.injected == PLACES
+        assert of_rank.difference < 1e-6
+
+
+def on_cpus(function: Any, *args: Any) -> Any:
+    use_cpus()
+    return function(*args)
+
+
+def on_ranks(ranks: int, function: Any, *args: Any) -> list[Any]:
+    return run_on_ranks(ranks, on_cpus, function, *args, timeout_s=120)
+
+
+def fail(trainer: Any, rank: int = 0, operation: int = 300, times: int = 1) -> FaultInjector:
+    """Fail an operation of the next step."""
+    injector = FaultInjector(trainer.runner)
+    return injector.fail_at(rank=rank, step=trainer.step + 1, operation=operation, times=times)
+
+
+@pytest.mark.parametrize(
+    "operation", [20, 300, 600]
+)  # in the layers, in the chunked loss, in the backward of the layers
+def test_an_error_before_any_complete_microbatch_is_recovered(operation: int) -> None:
+    assert all(on_ranks(2, _first_step, operation))
+
+
+def _first_step(operation: int) -> bool:
+    stock, ours = pair()
+    with fail(ours, rank=1, operation=operation):
+        gradients = step(ours)
+    assert ours.runner.recoveries == 1
+    return relative(gradients, step(stock)) < 1e-6
+
+
+def test_after_an_error_training_continues_bitwise_as_torchtitan_with_smaller_batches() -> None:
+    assert all(on_ranks(2, _smaller))
+
+
+def _smaller() -> bool:
+    ours, stock = build(adaptive(config(rows=4))), build(config(rows=2, batches=2))
+    own_batches = RandomTokens(None, dp_rank=dist.get_rank(), seq_len=32, local_batch_size=4)
+
+    def halves() -> Any:
+        for inputs, labels in own_batches:
+            yield from (({name: each[part] for name, each in inputs.items()}, labels[part]) for part in PARTS)
+
+    stock.dataloader.__class__ = type("Halves", (RandomTokens,), {"__iter__": lambda _: halves()})
+    equal = []
+    for number in range(3):
+        with fail(ours) if number == 1 else FaultInjector(ours.runner):
+            ran = step(ours)
+        equal.append(same(ran, step(stock)))
+    weights = [[each.to_local() for each in made.model_parts[0].parameters()] for made in (ours, stock)]
+    assert ours.runner.limit.size == 2
+    assert ours.ntokens_seen == stock.ntokens_seen
+    return equal[1:] == [True, True] and relative(*weights) < 1e-6
+
+
+PARTS = (slice(0, 2), slice(2, 4))
+
+
+def test_repeated_steps_count_each_token_of_experts_once() -> None:
+    assert all(on_ranks(2, _counters))
+
+
+def _counters() -> bool:
+    counted = []
+    for ours in pair("deepseek"):
+        step(ours, 0, update=False)
+        for buffer in (each for name, each in ours.model_parts[0].named_buffers() if "tokens_per_expert" in name):
+            buffer.zero_()
+        if isinstance(ours, AdaptiveTrainer):
+            with fail(ours, operation=900):
+                step(ours, 0, update=False)
+            assert ours.runner.recoveries == 1
+        else:
+            step(ours, 0, update=False)
+        counted.append([each.clone() for name, each in ours.model_parts[0].named_buffers() if "tokens_per" in name])
+    return bool(counted[0][0].sum()) and same(*counted)
+
+
+def train(folder: str, steps: int, *flags: str, stock: bool = False, fails_in: int = 0) -> Any:
+    """Collective: train as `torchtitan.train` does, on a global batch of 8 rows, with checkpoints in the folder."""
+    name = "tests.titan.test_trainer.tiny"
+    module = ["--module", "tests.titan.test_trainer", "--config", "tiny"] if stock else []
+    module = module or ["--module", "torchtune_adaptive.titan", "--config", name]
+    made = ConfigManager().parse_args([*module, "--dump_folder", folder, "--training.steps", str(steps), *flags])
+    trainer = build(made)
+    if fails_in:
+        with FaultInjector(trainer.runner).fail_at(rank=0, step=fails_in, operation=300):
+            trainer.train()
+    else:
+        trainer.train()
+    trainer.close()
+    return trainer
+
+
+def tiny() -> Any:
+    made = config(rows=4, dp=2)
+    made.checkpoint = replace(made.checkpoint, enable=True, interval=2, last_save_model_only=False)
+    made.metrics = replace(made.metrics, log_freq=1, enable_tensorboard=True)
+    return made
+
+
+def weights(trainer: Any) -> list[Tensor]:
+    return [each.full_tensor().clone() for each in trainer.model_parts[0].parameters()]
+
+
+def test_checkpoints_contain_the_limit_for_any_number_of_ranks(tmp_path: Path) -> None:
+    assert on_ranks(2, _train_once, str(tmp_path), 3) == [(2, 1)] * 2
+    assert on_ranks(1, _train_once, str(tmp_path), 0, "--training.global_batch_size", "4") == [(2, 1)]
+
+
+def _train_once(folder: str, fails_in: int, *flags: str) -> tuple[int, int]:
+    trainer = train(folder, 4 if fails_in else 5, *flags, fails_in=fails_in)
+    return trainer.runner.limit.size, trainer.runner.recoveries
+
+
+def test_checkpoints_of_torchtitan_can_be_continued_and_the_other_way_round(tmp_path: Path) -> None:
+    assert all(on_ranks(2, _continue, str(tmp_path)))
+
+
+def _continue(folder: str) -> bool:
+    whole = train(folder + "/whole", 6, stock=True)
+    for number, stock in enumerate((True, False, True)):
+        last = train(folder + "/parts", 2 * number + 2, stock=stock)
+    return last.step == 6 and same(weights(last), weights(whole))
+
+
+def test_metrics_and_log_contain_recoveries_and_the_limit(tmp_path: Path) -> None:
+    [lines, _] = on_ranks(2, _log, str(tmp_path))
+    assert [line for line in lines if "out of memory" in line] == [
+        "step 2: out of memory on rank 0 (longest sample 32 tokens): microbatch 4 -> 2 rows, step repeated"
+    ]
+    events = EventAccumulator(str(next(tmp_path.rglob("events*")).parent)).Reload()
+    assert [each.value for each in events.Scalars("oom_recoveries")] == [0, 1, 1]
+    assert [each.value for each in events.Scalars("microbatch_rows")] == [4, 2, 2]
+    assert events.Scalars("loss_metrics/global_avg_loss")
+
+
+def _log(folder: str) -> list[str]:
+    lines = logs()
+    train(folder, 3, fails_in=2)
+    return lines
+
+
+def logs() -> list[str]:
+    """Return a list that gets the log lines of this package from now on."""
+    logging.disable(logging.NOTSET)
+    lines: list[str] = []
+    for name in ("titan.trainer", "engine.step"):
+        logger = logging.getLogger(f"torchtune_adaptive.{name}")
+        logger.setLevel(logging.INFO)
+        logger.addFilter(lambda record: lines.append(record.getMessage()))
+    return lines
+
+
+def test_validation_after_an_error_equals_torchtitans() -> None:
+    assert all(on_ranks(2, _validation))
+
+
+def _validation() -> bool:
+    losses: list[list[float]] = []
+    for ours in pair(rows=4, validator=Validator.Config(enable=True, steps=2, dataloader=RandomTokens.Config())):
+        found: list[float] = []
+        ours.validator.metrics_processor.log_validation = lambda *, loss, step, found=found: found.append(loss)
+        for number in range(2):
+            if number and isinstance(ours, AdaptiveTrainer):
+                with fail(ours):
+                    step(ours)
+            else:
+                step(ours)
+            ours.validator.validate(ours.model_parts, ours.step)
+        losses.append(found)
+    return losses[0] == pytest.approx(losses[1], rel=1e-6) and losses[0][0] == losses[1][0]
+
+
+def test_a_pipeline_trains_without_recovery_and_says_why() -> None:
+    settings = {"parallelism__pipeline_parallel_degree": 2, "parallelism__pipeline_parallel_schedule": "1F1B"}
+    results = on_ranks(2, _refusal, {**settings, "dp": 1, "chunked": False}, "")
+    assert [equal for equal, _ in results] == [True, True]
+    assert "without recovery" in results[0][1][0]
+    assert "pipeline" in results[0][1][0]
+
+
+def test_batches_that_cannot_be_divided_by_rows_train_without_recovery() -> None:
+    results = on_ranks(2, _refusal, {"batches": 2}, "pixels")
+    assert [equal for equal, _ in results] == [True, True]
+    assert results[0][1] == [
+        "training continues without recovery, because a step cannot be repeated: the batches cannot be divided by "
+        "rows, because of pixels"
+    ]
+
+
+def _refusal(settings: dict[str, Any], other_input: str) -> tuple[bool, list[str]]:
+    lines = logs()
+    stock, ours = pair(**settings)
+    for trainer in (stock, ours) if other_input else ():
+        inner = trainer.post_dataloading_process
+        trainer.post_dataloading_process = lambda inputs, labels, inner=inner: inner(
+            {name: each for name, each in inputs.items() if name != other_input}, labels
+        )
+        trainer.dataloader.other_input = other_input
+    equal = [same(step(ours), step(stock)) for _ in range(2)]
+    assert ours.runner is None
+    return all(equal), lines
+
+
+def test_search_finds_the_rows_that_fit_on_the_rank_with_the_least_memory() -> None:
+    results = on_ranks(2, _search)
+    assert results[0] == results[1]
+    assert results[0][0] in (2, 4, 8)
+
+
+def _search() -> tuple[int, bool]:
+    lines = logs()
+    limit = ("48MiB", "32MiB")[dist.get_rank()]
+    arguments = {"use_maximum_batch_size": True, "memory_limit": limit}
+    stock, ours = pair(rows=16, arguments=arguments)
+    before = weights(ours)
+    gradients, expected = step(ours, update=False), step(stock, update=False)
+    assert same(before, weights(ours))
+    assert relative(gradients, expected) < 1e-6
+    assert ours.runner.recoveries == 0
+    assert sum("batch search" in line for line in lines) == (dist.get_rank() == 0)
+    return ours.runner.limit.size, True
+
+
+def test_errors_name_flags_of_torchtitan() -> None:
+    [messages] = on_ranks(1, _errors)
+    assert "lower --training.seq_len" in messages[0]
+    assert "--adaptive.memory_limit, for example 8GiB" in messages[1]
+
+
+def _errors() -> list[str]:
+    messages = []
+    ours = build(adaptive(config(rows=1)))
+    with pytest.raises(LimitExhaustedError) as exhausted, fail(ours, times=5):
+        step(ours)
+    messages.append(str(exhausted.value))
+    ours = build(adaptive(config(), use_maximum_batch_size=True))
+    with pytest.raises(ConfigError) as without_limit:
+        step(ours)
+    return [*messages, str(without_limit.value)]
+
+
+def test_command_line_takes_any_config_of_torchtitan_and_arguments_as_flags(capsys: pytest.CaptureFixture[str]) -> None:
+    module = ["--module", "torchtune_adaptive.titan", "--config"]
+    for name in ("llama3_debugmodel", "sft_debugmodel", "qwen3_moe_debug", "deepseek_v3_16b"):
+        made = ConfigManager().parse_args([*module, name, "--adaptive.regrow_after", "7"])
+        assert type(made) is AdaptiveTrainer.Config
+        assert made.adaptive.regrow_after == 7
+    with pytest.raises(ValueError, match="Config function 'llama4' not found"):
+        ConfigManager().parse_args([*module, "llama4"])
+    with pytest.raises(SystemExit):
+        ConfigManager().parse_args([*module, "llama3_debugmodel", "--adaptive.memory_limit", "much"])
+    assert "memory_limit: cannot read 'much'" in capsys.readouterr().err
+
+
+def test_adaptive_keeps_the_config_and_refuses_other_trainers() -> None:
+    own, made = llama3_debugmodel(), adaptive(llama3_debugmodel(), regrow_after=5)
+    assert {**own.to_dict(), "adaptive": None} == {**made.to_dict(), "adaptive": None}
+    assert adaptive(made, recover_from_oom=False).adaptive == replace(made.adaptive, recover_from_oom=False)
+    with pytest.raises(TypeError, match=r"adaptive\(\) got a FluxTrainer.Config"):
+        adaptive(flux_debugmodel())
+    with pytest.raises(ConfigError, match="unknown argument 'rows'"):
+        adaptive(own, rows=1)
+
+
+def test_cuda_graphs_are_switched_off() -> None:
+    [disabled] = on_ranks(1, _graphs)
+    assert disabled
+
+
+def _graphs() -> bool:
+    ours = build(adaptive(config(training__disable_cuda_graphs=False)))
+    step(ours)
+    return bool(ours.config.training.disable_cuda_graphs)
