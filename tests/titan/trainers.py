@@ -95,6 +95,7 @@ def use_cpus(*, compiles: bool = False) -> None:
     for name, value in replaced.items():
         setattr(utils.device_module, name, lambda *_, value=value: value)
     Tensor.pin_memory = lambda tensor: tensor  # type: ignore[method-assign, assignment]
+    titan.dist_utils.set_pg_timeouts = lambda **_: None
     dist.all_to_all = partial(_all_to_all, dist.all_to_all)
     create, created = titan.Trainer.init_distributed, dict[str, Any]()
 
