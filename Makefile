@@ -33,7 +33,7 @@ lightning := 2.6.6
 SKYRL := accelerate cloudpathlib datasets fastapi func_timeout hf_transfer jaxtyping loguru orjson pandas pillow polars pybase64 \
 	s3fs tensordict torchdata zstandard
 
-.PHONY: demo demo-dpo demo-ppo demo-hf test test-all coverage test-gpu test-frameworks test-hf test-skyrl test-nccl test-null published lint faults versions soak crash bench gpu-day docs dist limits clean
+.PHONY: demo demo-dpo demo-ppo demo-hf test test-all coverage test-gpu test-frameworks test-hf test-skyrl test-titan test-nccl test-null published lint faults versions soak crash bench gpu-day docs dist limits clean
 
 demo: $(READY)
 	rm -rf runs/demo/full runs/demo/lora
@@ -106,6 +106,16 @@ $(VENV)/skyrl/ready: pyproject.toml
 	$(@D)/bin/python -m pip install --progress-bar off torch==2.13.0 'transformers>=5.6.1,<=5.16.1' peft==0.18.1 ray==2.57.0 \
 		hydra-core==1.3.4 $(SKYRL) --editable ./rehearsal --editable . pytest pytest-timeout pytest-xdist $(SHOW)
 	$(@D)/bin/python -m pip install --quiet --no-deps --ignore-requires-python skyrl==0.4.0 skyrl-gym==0.4.0
+	touch $@
+
+# torchtitan's Trainer with and without recovery, in an environment with the versions that torchtitan requires; eight minutes
+test-titan: $(VENV)/titan/ready
+	$(VENV)/titan/bin/python -m pytest tests/titan
+
+$(VENV)/titan/ready: pyproject.toml
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install --progress-bar off torch==2.15.0 torchtitan==0.3.0 torchao --editable . \
+		pytest pytest-timeout pytest-xdist hypothesis $(SHOW)
 	touch $@
 
 # trains with other frameworks, each in an environment with the versions that it requires (4 GB in all); slow

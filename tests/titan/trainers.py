@@ -86,8 +86,14 @@ def use_cpus(*, compiles: bool = False) -> None:
             q, k, v, is_causal=True, scale=scale, enable_gqa=True
         ), None
 
+    def create_mask(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return attention.create_block_mask(*args, **kwargs)
+        except IndexError as error:  # torch raises it for any error in `expand`, which needs no memory
+            raise torch.OutOfMemoryError("injected") from error
+
     attention.FlexAttention.compiled_flex_attn = staticmethod(attend)
-    attention._compiled_create_block_mask = attention.create_block_mask
+    attention._compiled_create_block_mask = create_mask
     properties = type("Properties", (), {"total_memory": 2**34, "name": "cpu"})
     replaced = {"get_device_name": "cpu", "get_device_properties": properties, "memory_stats": {}, "device_count": 1}
     for name in ("reset_peak_memory_stats", "empty_cache"):
@@ -108,8 +114,6 @@ def use_cpus(*, compiles: bool = False) -> None:
     titan.Trainer.init_distributed = shared
     torch.autograd.set_multithreading_enabled(False)  # as torchtitan does when it creates the process group
     logging.disable(logging.WARNING)
-    gc.collect()
-    gc.freeze()  # each recovery collects garbage
 
 
 def _all_to_all(exchange: Any, outputs: list[Tensor], inputs: list[Tensor], group: Any = None) -> None:
@@ -167,7 +171,10 @@ def build(made: Any) -> Any:
 
 def pair(*args: Any, arguments: dict[str, Any] | None = None, **settings: Any) -> tuple[Any, Any]:
     """Collective: return torchtitan's trainer and an adaptive one, from the same config."""
-    return build(config(*args, **settings)), build(adaptive(config(*args, **settings), **(arguments or {})))
+    made = build(config(*args, **settings)), build(adaptive(config(*args, **settings), **(arguments or {})))
+    gc.collect()
+    gc.freeze()  # each recovery collects garbage
+    return made
 
 
 def step(trainer: Any, data: int | None = None, *, update: bool = True) -> list[Tensor]:

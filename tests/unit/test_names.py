@@ -21,6 +21,8 @@ PUBLIC = {
     ("torchtune_adaptive.hf", "AdaptiveTrainer"),
     ("torchtune_adaptive.hf", "adaptive"),
     ("torchtune_adaptive.skyrl", "adaptive"),
+    ("torchtune_adaptive.titan", "AdaptiveTrainer"),
+    ("torchtune_adaptive.titan", "adaptive"),
 }
 
 
@@ -54,8 +56,8 @@ def test_package_exports_the_names_on_its_page() -> None:
 OURS = ("tests", "benchmarks", "tools", "torchtune_adaptive")
 WRITTEN = re.compile(r"(?<![\w/.-])torchtune_adaptive(?:\.\w+)+")
 MEANT_NOT_TO_BE = {"torchtune_adaptive.data.plan.no_such_module"}
-NEED_A_FRAMEWORK = ("torchtune_adaptive.skyrl", "tests.skyrl")
-"""tests/skyrl imports them, where SkyRL is installed."""
+NEED_A_FRAMEWORK = ("torchtune_adaptive.skyrl", "tests.skyrl", "torchtune_adaptive.titan", "tests.titan")
+"""tests/skyrl and tests/titan import them, where SkyRL or torchtitan is installed."""
 
 
 def dotted_paths() -> Iterator[tuple[str, str]]:
