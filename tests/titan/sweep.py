@@ -11,7 +11,7 @@ from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
-from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
+from torchtitan.distributed.activation_checkpoint import FullAC, MemoryBudgetAC, SelectiveAC
 
 from tests import fault_injection
 from tests.distributed.count_collectives import CountCollectives
@@ -45,6 +45,7 @@ CASES = {
     "FSDP2, selective checkpoints": meshed(2, activation_checkpoint=SelectiveAC.Config()),
     "FSDP2, full checkpoints": meshed(2, activation_checkpoint=FullAC.Config()),
     "FSDP2, compiled": meshed(2, **COMPILED),
+    "FSDP2, compiled, MemoryBudgetAC": meshed(2, **COMPILED, activation_checkpoint=MemoryBudgetAC.Config()),
     "FSDP2, partial_dtensor": meshed(2, backend="partial_dtensor"),
     "FSDP2, full_dtensor": meshed(2, backend="full_dtensor"),
     "FSDP2, experts": meshed(2, "deepseek"),

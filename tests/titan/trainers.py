@@ -59,18 +59,14 @@ class RandomTokens(BaseDataLoader):
         self.taken = state["taken"]
 
 
+@dataclasses.dataclass
 class Tokenizer:
-    """The part of a tokenizer that a Trainer reads."""
+    """The part of a tokenizer that a Trainer reads, and of its config."""
 
-    eos_id, bos_id = 0, 1
+    eos_id: int = 0
 
-    @dataclasses.dataclass
-    class Config:
-        def build(self, **_: Any) -> Tokenizer:
-            return Tokenizer()
-
-        def to_dict(self) -> dict[str, Any]:
-            return {}
+    def build(self, **_: Any) -> Tokenizer:
+        return self
 
     def get_vocab_size(self) -> int:
         return VOCABULARY
@@ -137,12 +133,8 @@ def config(
     spec.model.layers = spec.model.layers[:2]
     loss = CrossEntropyLoss.Config(global_vocab_size=VOCABULARY)
     made = llama3_debugmodel()
-    made.model_spec, made.dataloader, made.tokenizer, made.hf_assets_path = (
-        spec,
-        RandomTokens.Config(),
-        Tokenizer.Config(),
-        ".",
-    )
+    made.model_spec, made.dataloader, made.tokenizer = spec, RandomTokens.Config(), Tokenizer()
+    made.hf_assets_path = "."
     made.loss = ChunkedLossWrapper.Config(num_chunks=4, loss_fn=loss) if chunked else loss
     made.training.local_batch_size, made.training.seq_len = rows, TOKENS
     made.training.global_batch_size = rows * batches * (dp or dist.get_world_size())
@@ -181,7 +173,7 @@ def step(trainer: Any, data: int | None = None, *, update: bool = True) -> list[
     """Collective: run a training step, and return this rank's part of each gradient before clipping. `data` is the
     number of the batch, by default the next one."""
     gradients: list[Tensor] = []
-    clip, optimize = titan.dist_utils.clip_grad_norm_, trainer.optimizers.step
+    clip = titan.dist_utils.clip_grad_norm_
 
     def record(parameters: Any, *args: Any, **kwargs: Any) -> Any:
         found = [each.grad for each in parameters if each.grad is not None]
@@ -200,7 +192,6 @@ def step(trainer: Any, data: int | None = None, *, update: bool = True) -> list[
         titan.dist_utils.clip_grad_norm_ = clip
         if not update:
             del trainer.optimizers.step, trainer.lr_schedulers.step
-        del optimize
     return gradients
 
 

@@ -52,8 +52,8 @@ REMEDIES_AS_FLAGS = {
     Remedy.MORE_RANKS: "shard the model over more GPUs",
     Remedy.LARGER_BUDGET: "raise --adaptive.memory_limit if it is set",
     Remedy.SMALLER_LIMIT: "lower --training.local_batch_size",
-    Remedy.NO_RECOVERY: "pass --adaptive.no-recover_from_oom",
-    Remedy.RECOVERY: "remove --adaptive.no-recover_from_oom",
+    Remedy.NO_RECOVERY: "pass --adaptive.no-recover-from-oom",
+    Remedy.RECOVERY: "remove --adaptive.no-recover-from-oom",
     Remedy.FEWER_ROWS: "remove --adaptive.use_maximum_batch_size",
     Remedy.CAP_MEMORY: "pass --adaptive.memory_limit, for example 8GiB",
 }
@@ -130,7 +130,7 @@ class AdaptiveTrainer(Trainer):
             self.runner.close()
             self.runner, self.gradient_accumulation_steps = None, self._batches_per_step
         if rank() == 0:
-            logger.warning("training continues without recovery, because a step cannot be repeated: %s", reason)
+            logger.warning("training continues without recovery, so an out-of-memory error ends it: %s", reason)
 
     def _load(self, load: Any, states: dict[str, Any], **options: Any) -> None:
         """Collective: load a checkpoint, which has no limit if torchtitan's own Trainer has written it."""
