@@ -6,10 +6,8 @@ A token budget limits the length of prompt and answer. For generation, the lengt
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
-from typing import Any
 
 import torch
 from torch import nn
@@ -68,13 +66,7 @@ class LimitFinder:
             log_rank_0(f"{'token budget' if remedy else 'batch search'} · {SEARCH_SKIPPED}{remedy}")
             return configured
         with self._optimizer_state_in_memory(memory):
-            if budget is not None:
-                return {stage: self._measure(memory, stage, profile_lengths).limit for stage in configured}
-            limits = {}
-            for stage in configured:
-                search = partial(search_rows, whole_step_rows=self._stages[stage].samples)
-                limits[stage] = RowLimit(self._measure(memory, stage, search).rows)
-            return limits
+            return {stage: self._measure(memory, stage) for stage in configured}
 
     def _check_prompts(self, longest: int) -> None:
         """Collective: check that each prompt and an answer fit in `longest` tokens and in the models' max_seq_len."""
@@ -99,11 +91,13 @@ class LimitFinder:
                     optimizer.zero_grad(set_to_none=True)
             yield
 
-    def _measure(self, memory: MemorySource, stage: str, measure: Callable[..., Any]) -> Any:
-        """Collective: measure a stage."""
-        step, most_rows = self._worst_step(memory, stage), self._stages[stage].samples
+    def _measure(self, memory: MemorySource, stage: str) -> Limit:
+        """Collective: return the measured limit of a stage: by length under a token budget, or else by rows."""
+        step, rows = self._worst_step(memory, stage), self._stages[stage].samples
         try:
-            return measure(self._loop, step, memory=memory, most_rows=most_rows)
+            if self._settings.adaptive.token_budget is not None:
+                return profile_lengths(self._loop, step, memory, most_rows=rows).limit
+            return RowLimit(search_rows(self._loop, step, memory, most_rows=rows, whole_step_rows=rows).rows)
         finally:
             self._optimization.optimizers[0].zero_grad(set_to_none=True)
 
