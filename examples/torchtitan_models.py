@@ -4,7 +4,8 @@ torchrun --nproc_per_node 4 examples/torchtitan_models.py llama
 torchrun --nproc_per_node 2 examples/torchtitan_models.py moe
 
 Models, meshes, parallelize functions and activation checkpointing are torchtitan's (0.3.0), with small sizes. The
-training loop is not torchtitan's.
+training loop is not torchtitan's. The loss is a sum over tokens, and the gradients are divided by the tokens of all
+ranks before the update. To use torchtitan's own Trainer, see docs/torchtitan.md.
 """
 
 import sys

@@ -14,6 +14,8 @@ from gpu_rehearsal.ci.cases import read_cases
 ROOT = Path(__file__).parent.parent
 PAGE, CASES = ROOT / "docs" / "examples.md", ROOT / "benchmarks"
 PROJECTS = ("trl", "transformers", "torchtitan")
+ONLY_TEXT = ("transformers",)
+"""Projects whose cases are only in the results."""
 USUAL = "h100"
 """The GPU of most cases, which their names omit."""
 MODEL = re.compile(r"--model_name_or_path (\S+)")
@@ -42,6 +44,10 @@ def section(file: Path) -> list[str]:
     rows = json.loads((CASES / "results" / f"{file.stem}.json").read_text(encoding="utf-8"))
     text, _, missing = file.with_suffix(".md").read_text(encoding="utf-8").partition("\n---\n")
     lines = [text.format(cpu_s=sum(row["cpu_s"] for row in rows), count=len(rows)).strip(), ""]
+    failed = [row["case"].rpartition(", ")[0] for row in rows if row["fits"] is None]
+    end = [missing.strip().format(failed=", ".join(failed)), ""]
+    if file.stem in ONLY_TEXT:
+        return [*lines, *end]
     lines += ["| case | reserved |", "|---|---|"]
     for row in (row for row in rows if row["fits"] is not None and "debug" not in row["case"]):
         command = commands[row["case"]]
@@ -49,8 +55,7 @@ def section(file: Path) -> list[str]:
         case = row["case"].removesuffix(f", {USUAL}") + f": {', '.join(about)}" * bool(about)
         reserved = f"{row['reserved_bytes'] / 2**30:.1f} GiB" if row["fits"] else "does not fit"
         lines.append(f"| {case} | {reserved} |")
-    failed = [row["case"].rpartition(", ")[0] for row in rows if row["fits"] is None]
-    return [*lines, "", missing.strip().format(failed=", ".join(failed)), ""]
+    return [*lines, "", *end]
 
 
 if __name__ == "__main__":
