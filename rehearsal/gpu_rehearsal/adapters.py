@@ -13,6 +13,7 @@ module. When the script has imported this module, the adapter is called with a `
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
@@ -58,7 +59,8 @@ def _caller_of(adapter: EntryPoint) -> Callable[[ModuleType], None]:
     return lambda _: adapter.load()(REHEARSAL)
 
 
-def folders_with_adapters() -> list[str]:
-    """Return the folders of imported packages that have adapters: libraries, even if installed as editable."""
+def folders_with_adapters() -> tuple[str, ...]:
+    """Return the folders of imported packages that have adapters. They count as libraries, even if they are editable:
+    values that they read are not replaced by random ones, and their source is not the script's."""
     modules = (sys.modules.get(name) for name in _libraries)
-    return [str(Path(module.__file__).parent) for module in modules if module and module.__file__]
+    return tuple(str(Path(module.__file__).parent) + os.sep for module in modules if module and module.__file__)

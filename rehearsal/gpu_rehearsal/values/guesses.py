@@ -24,6 +24,7 @@ from typing import Any
 import numpy
 import torch
 
+from gpu_rehearsal.adapters import folders_with_adapters
 from gpu_rehearsal.hangs.explain import nodes_of
 
 _PACKAGE = str(Path(__file__).parents[1]) + os.sep
@@ -179,7 +180,11 @@ class Guesses:
         place = place_of(reader)
         file, functions = reader.f_code.co_filename, {reader.f_code.co_name}
         functions |= {reader.f_back.f_code.co_name} if reader.f_back else set()  # around a generator expression
-        if functions & _NOT_DRAWN or file == torch._tensor_str.__file__ or place.startswith(_PACKAGE):
+        if (
+            functions & _NOT_DRAWN
+            or file == torch._tensor_str.__file__
+            or place.startswith((_PACKAGE, *folders_with_adapters()))
+        ):
             return "", None
         self.on_read(place)
         self._times[place] += 1
