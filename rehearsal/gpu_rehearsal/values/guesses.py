@@ -180,11 +180,8 @@ class Guesses:
         place = place_of(reader)
         file, functions = reader.f_code.co_filename, {reader.f_code.co_name}
         functions |= {reader.f_back.f_code.co_name} if reader.f_back else set()  # around a generator expression
-        if (
-            functions & _NOT_DRAWN
-            or file == torch._tensor_str.__file__
-            or place.startswith((_PACKAGE, *folders_with_adapters()))
-        ):
+        in_library = place.startswith((_PACKAGE, *folders_with_adapters()))
+        if functions & _NOT_DRAWN or file == torch._tensor_str.__file__ or in_library:
             return "", None
         self.on_read(place)
         self._times[place] += 1
