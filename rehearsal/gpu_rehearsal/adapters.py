@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import os
 import sys
+import traceback
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from importlib.metadata import EntryPoint, entry_points
@@ -56,7 +57,21 @@ def install_adapters() -> None:
 
 
 def _caller_of(adapter: EntryPoint) -> Callable[[ModuleType], None]:
-    return lambda _: adapter.load()(REHEARSAL)
+    """Return a function that calls an adapter. If this fails, it ends the rehearsal, because the script could catch an
+    error, and would then run differently than on a GPU."""
+
+    def call(_: ModuleType) -> None:
+        try:
+            adapter.load()(REHEARSAL)
+        except Exception as error:  # noqa: BLE001
+            traceback.print_exc()
+            of = f"of {adapter.dist.name}, {adapter.value}," if adapter.dist else adapter.value
+            why = f"{type(error).__name__}: {error}"
+            remedy = "correct it, or uninstall the package that registers it"
+            REHEARSAL.record("message", {"text": f"CannotRehearse: the adapter {of} failed ({why}): {remedy}"})
+            os._exit(1)
+
+    return call
 
 
 def folders_with_adapters() -> tuple[str, ...]:
