@@ -187,14 +187,15 @@ def log_schedule(
 ) -> None:
     """Log the sizes before training. If the number of ranks has changed, log the checkpoint's samples per step too."""
     sizes, before = epochs[-1], progress.epochs_started
+    ahead = epochs[len(progress.past) :]  # sizes are per rank, and earlier epochs may have run on other ranks
     per_step = sizes.samples_per_step * ranks
     kind_of_rank = "rank" if settings.tensor_parallel_dim == 1 else "data rank"
     if before and progress.ranks != ranks:
         was = before[-1].samples_per_step * progress.ranks
         on = f"{count_of(ranks, kind_of_rank)} (before: {progress.ranks})"
         log_rank_0(f"resumed on {on}: {per_step} samples a step (before: {was})")
-    if len({each.samples_per_step for each in epochs}) > 1 or any(each.refused_batch_size for each in epochs):
-        log_rank_0(schedule_table(epochs, ranks, by_tokens=limit is not None))
+    if len({each.samples_per_step for each in ahead}) > 1 or any(each.refused_batch_size for each in ahead):
+        log_rank_0(schedule_table(ahead, ranks, by_tokens=limit is not None))
         return
     if limit is None:
         line = step_line(sizes, settings.samples_per_step, ranks, kind_of_rank)

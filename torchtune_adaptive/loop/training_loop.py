@@ -56,7 +56,7 @@ class Run:
         self._start = find_start(settings, contents.recipe, ranks=ranks, steps=steps)
         configured, settings = settings, with_samples_per_step(settings, self._start.samples_per_step, ranks)
         self.settings = settings
-        for key in SIZES:
+        for key in () if settings.use_maximum_batch_size else SIZES:  # a search sets and logs them itself
             if (now := getattr(settings, key)) != (before := getattr(configured, key)):
                 log_rank_0(
                     f"{key} is {now} instead of {before}: a step keeps its {self._start.samples_per_step} samples"

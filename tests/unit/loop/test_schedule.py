@@ -2,6 +2,7 @@
 
 import logging
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -182,7 +183,10 @@ def test_changed_number_of_ranks_is_logged(
     monkeypatch.setattr("torch.distributed.get_rank", int)
     caplog.set_level(logging.INFO, logger="torchtune_adaptive")
     first, second = plans_of(None, 2, 1, 2, samples=6)
-    log_schedule([second], settings_of(1, 2), progress_of(epochs_run=1, past=(first,), ranks=before), ranks, None)
-    assert caplog.messages[0] == f"resumed on {line}: {2 * ranks} samples a step (before: {2 * before})"
+    first = replace(first, samples_per_step=4)  # on other ranks, which is no growing schedule
+    log_schedule(
+        [first, second], settings_of(1, 2), progress_of(epochs_run=1, past=(first,), ranks=before), ranks, None
+    )
+    assert caplog.messages[0] == f"resumed on {line}: {2 * ranks} samples a step (before: {4 * before})"
     now = line.partition(" (")[0]
     assert f"1 row × 2 microbatches × {now} = {2 * ranks} samples a step (as configured)" in caplog.text
