@@ -26,7 +26,7 @@ from torchtune_adaptive.loop.batch_size import set_batch_sizes
 from torchtune_adaptive.loop.training_loop import Run, TrainingLoop
 from torchtune_adaptive.models.model import build_frozen_model, build_model
 from torchtune_adaptive.models.optimizer import Optimization
-from torchtune_adaptive.objectives.finetuning import build_recovery
+from torchtune_adaptive.objectives.stages import build_recovery
 
 
 class Distillation:
