@@ -74,8 +74,9 @@ def _printing() -> Iterator[None]:
 def parser_of_command() -> argparse.ArgumentParser:
     """Return the parser of the options."""
     parser = argparse.ArgumentParser(
-        prog="rehearse", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+        prog="rehearse", usage="rehearse [options] -- command", description=__doc__, allow_abbrev=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
     parser.add_argument("--version", action="version", version=f"gpu-rehearsal {version('gpu-rehearsal')}")
     parser.add_argument(
         "--ranks", type=_counts, default=[None], metavar="N",
