@@ -18,7 +18,7 @@ PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text(enco
 MAKEFILE = (ROOT / "Makefile").read_text(encoding="utf-8")
 TARGETS = set(re.findall(r"^([\w-]+):", MAKEFILE, re.MULTILINE))
 OURS = {NAME, *(path.stem for path in RECIPES)}
-FRAMEWORKS = {"ray": "skyrl/", "skyrl": "skyrl/"}
+FRAMEWORKS = {"ray": "skyrl/", "skyrl": "skyrl/", "torchtitan": "titan/", "tyro": "titan/"}
 """Frameworks that import a part of this package, with that part. No extra installs them."""
 NAMED_OTHERWISE = {"yaml": "pyyaml"}
 
