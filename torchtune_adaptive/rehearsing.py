@@ -2,7 +2,8 @@
 
 In a rehearsal, one rank runs on a simulated GPU: there are no peers, and no kernel computes values. gpu-rehearsal calls
 `adapt_engine` after the script has imported this package, `adapt_trainers` after it has imported
-`torchtune_adaptive.hf`, and `adapt_recipes` in a recipe. No other module of this package knows about rehearsals.
+`torchtune_adaptive.hf`, and `adapt_recipes` in a recipe. The rest of the package has no
+hooks for rehearsals, except weights that are `Unfilled` (`models/model.py`).
 """
 
 from __future__ import annotations
