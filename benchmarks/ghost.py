@@ -16,7 +16,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import loss_parallel
 from torchtune import modules, training
 from torchtune.models.llama3_1 import llama3_1
@@ -24,7 +24,7 @@ from torchtune.models.llama3_1 import llama3_1
 from benchmarks.results import Result
 from tests.distributed.faults.meshes import parallelize
 from tests.null.processes import null_processes
-from torchtune_adaptive.engine.ghost import GhostPasses
+from torchtune_adaptive.engine.ghost_ledger import GhostLedger
 
 NOTE = (
     "rank 0 on the null device, bf16, activation checkpointing, 4 rows of 2,048 tokens, fastest of several passes. "
@@ -60,7 +60,6 @@ def measure(case: Case, passes: int) -> dict[str, Any]:
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
     torch.set_default_dtype(torch.bfloat16)
     model = _model(case)
-    roots = [model] if isinstance(model, FSDPModule) else []
     tokens = torch.zeros(ROWS, TOKENS, dtype=torch.long, device="cuda")
 
     def run_microbatch() -> None:
@@ -69,11 +68,12 @@ def measure(case: Case, passes: int) -> dict[str, Any]:
 
     real = [_timed(run_microbatch) for _ in range(passes)]
     model.zero_grad(set_to_none=True)
-    ghosts = GhostPasses([model])
-    ghosts.begin_microbatch()
+    ghosts = GhostLedger(model)
+    ghosts.begin_attempt(1, [model])
+    ghosts.begin_microbatch(0)
     ghosts.end_microbatch()
-    check = _timed(lambda: ghosts.check(run_microbatch, roots, ""))
-    with ghosts.ghost_mode(roots) as ghost:
+    check = _timed(lambda: ghosts.check(run_microbatch))
+    with ghosts.ghost_mode() as ghost:
         found = [_timed(lambda: ghosts.finish(ghost, run_microbatch)) for _ in range(passes)]
         collectives = len(ghost.seen) // passes
     return {

@@ -34,7 +34,8 @@ from tests.distributed.faults.sweeps import FIGURES, Outcome, sweep
 from tests.null.processes import OnNull, null_processes
 from tests.ranks import RankFailed, RanksHung
 from torchtune_adaptive.atomic_files import read_json
-from torchtune_adaptive.engine.collectives import CollectiveLedger
+from torchtune_adaptive.engine.fsdp_ledger import FsdpLedger
+from torchtune_adaptive.engine.ghost_ledger import GhostLedger
 from torchtune_adaptive.objectives.preference import POLICY
 from torchtune_adaptive.rl.stages import TRAIN_POLICY
 
@@ -130,7 +131,7 @@ def swept(
 
 def without_drains(*arguments: Any) -> Outcome:
     """Collective: a sweep in which failed ranks do not issue the collectives that their peers expect."""
-    CollectiveLedger.drain = lambda *_: None  # type: ignore[method-assign]
+    FsdpLedger.drain = GhostLedger.drain = lambda *_: None  # type: ignore[method-assign,assignment]
     return sweep(*arguments)
 
 

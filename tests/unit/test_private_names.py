@@ -21,7 +21,8 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from tests.ranks import run_on_ranks
 from torchtune_adaptive.engine import fsdp, ghost, ranks
-from torchtune_adaptive.engine.collectives import CollectiveLedger
+from torchtune_adaptive.engine.fsdp_ledger import FsdpLedger
+from torchtune_adaptive.engine.ghost_ledger import GhostLedger
 from torchtune_adaptive.engine.messages import communicates, messages
 from torchtune_adaptive.engine.meter import MemoryMeter
 from torchtune_adaptive.engine.ranks import full_tensor
@@ -67,10 +68,10 @@ class Operations(TorchDispatchMode):
         return call.run()
 
 
-def engine_collectives_counts_every_message_of_fsdp() -> None:
+def engine_fsdp_ledger_counts_every_message_of_fsdp() -> None:
     for shape in ((2,), (2, 1)):
         model = layers(*shape)
-        ledger = CollectiveLedger(model)
+        ledger = FsdpLedger(model)
         ledger.begin_attempt(1, [model])
         ledger.begin_microbatch(0)
         before = messages()
@@ -155,7 +156,7 @@ def engine_memory_sees_gathered_weights_as_growing_storages() -> None:
 
 def engine_ghost_sees_each_collective_once_with_its_group() -> None:
     two, four = torch.ones(2, dtype=torch.long), torch.ones(4, dtype=torch.long)
-    group, ghosts = dist.group.WORLD, ghost.GhostPasses([])
+    group, ghosts = dist.group.WORLD, GhostLedger()
     calls: list[Callable[[], Any]] = [
         lambda: dist.broadcast(two, 0),
         lambda: dist.all_reduce(two),
@@ -171,7 +172,7 @@ def engine_ghost_sees_each_collective_once_with_its_group() -> None:
     ]
     for call in calls:
         before = messages()
-        ghosts.begin_microbatch()
+        ghosts.begin_microbatch(0)
         with Operations() as operations:
             ghost._wait(call())
         [operation], [logged] = operations.seen, ghosts._log
@@ -188,7 +189,7 @@ def engine_ghost_sees_each_collective_once_with_its_group() -> None:
 
 
 def engine_ghost_clears_the_mask_of_a_failed_pass() -> None:
-    mesh, ghosts, weight = init_device_mesh("cpu", (2,)), ghost.GhostPasses([]), torch.arange(8.0).view(4, 2)
+    mesh, ghosts, weight = init_device_mesh("cpu", (2,)), GhostLedger(), torch.arange(8.0).view(4, 2)
     sharded = distribute_tensor(weight, mesh, [Shard(0)])
     first, second = (distribute_tensor(torch.tensor(each), mesh, [Replicate()]) for each in ([0, 3], [2, 1]))
     F.embedding(first, sharded)  # an error before its sum would use the mask

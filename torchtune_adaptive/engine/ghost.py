@@ -1,4 +1,4 @@
-"""Issues the remaining collectives of a failed rank if ranks exchange activations, by repeating its pass without data.
+"""Ghost passes: repeat a microbatch of a failed rank without data, to issue the collectives that its peers expect.
 
 Under tensor, context and expert parallelism, the sizes of collectives depend on the samples, so the record of an
 earlier microbatch does not show which collectives the peers expect. A rank that ran out of memory therefore runs the
@@ -21,10 +21,8 @@ from __future__ import annotations
 import gc
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -62,16 +60,16 @@ try:
 except ImportError as error:
     refuse_torch(str(error))
 
-__all__ = ["GhostMode", "GhostPasses", "is_fake", "refusal"]
+__all__ = ["GhostMode", "MaskBuffer", "is_fake", "refusal"]
 
-_FUNCTIONAL = ("all_gather_into_tensor", "all_reduce", "all_to_all_single", "broadcast", "reduce_scatter_tensor")
-_METHODS = (
+FUNCTIONAL = ("all_gather_into_tensor", "all_reduce", "all_to_all_single", "broadcast", "reduce_scatter_tensor")
+METHODS = (
     "_allgather_base", "_reduce_scatter_base", "allgather", "allreduce", "alltoall", "alltoall_base", "broadcast",
 )  # fmt: skip
 """Methods of a process group that communicate."""
-_RENAMED = {"all_gather_single", "all_to_all_single", "reduce_scatter_single"} & {*vars(dist.ProcessGroup)}
-"""Methods that torch.distributed calls since torch 2.15. They dispatch the same operations as those in `_METHODS`."""
-_SUPPORTED = {*_FUNCTIONAL, *(f"{name}_" for name in _METHODS), "all_reduce_", "barrier", "shard_dim_alltoall"}
+RENAMED = {"all_gather_single", "all_to_all_single", "reduce_scatter_single"} & {*vars(dist.ProcessGroup)}
+"""Methods that torch.distributed calls since torch 2.15. They dispatch the same operations as those in `METHODS`."""
+_SUPPORTED = {*FUNCTIONAL, *(f"{name}_" for name in METHODS), "all_reduce_", "barrier", "shard_dim_alltoall"}
 """Collectives that a process group counts as one message."""
 _OF_ANY_SIZE = {"all_to_all_single", "alltoall_", "alltoall_base_"}
 """Collectives whose sizes may depend on computed values, so that they may differ between two dry runs."""
@@ -96,17 +94,12 @@ _TOUCHED: dict[Any, str] = {
     FakeTensorMode: "allow_non_fake_inputs",
     OpOverloadPacket: "_op",
     torch._ops.OpOverload: "_opname _schema namespace",
-    dist.ProcessGroup: " ".join((*_METHODS, "unbox", "_get_backend", "_device_types")),
+    dist.ProcessGroup: " ".join((*METHODS, "unbox", "_get_backend", "_device_types")),
     Backend: "_get_sequence_number_for_group",
     type(dist.distributed_c10d._world): "pg_map pg_names",
     FakeWork: "boxed",
     DispatchModeKey: "FAKE",
 }
-
-Hook = Callable[[Sequence[Any], Any], object]
-_HOOKS: dict[tuple[int, str], tuple[Any, list[Hook]]] = {}
-"""Original functions and the hooks that are called after them, by the id of a function's owner and its name. All hooks
-of a function share a wrapper, so that they can be removed in any order."""
 
 if missing := fsdp.missing_names(_TOUCHED):
     refuse_torch(f"ghost passes lack {', '.join(missing)}")
@@ -133,149 +126,6 @@ class SeenCollective(NamedTuple):
     def __str__(self) -> str:
         sizes = "" if self.sizes is None else f" of {' and '.join(str([*size]) for size in self.sizes)}"
         return f"{self.name}{sizes}{self.where}"
-
-
-class GhostPasses:
-    """Tracks the microbatches of a step, and issues the remaining collectives after this rank has failed.
-
-    The message counters of the process groups show how many collectives this rank has issued in a microbatch. In
-    addition, all functional collectives and methods of process groups are wrapped to log collectives of integers.
-    """
-
-    def __init__(self, models: Iterable[nn.Module]) -> None:
-        self._models = list(models)
-        self._log: list[Exchange] = []
-        self._begun = Counter[str]()
-        self._masks: dict[int, MaskBuffer] = {}  # by id
-        self._checked: set[str] = set()  # stages
-        self._completed: dict[str, Counter[str]] = {}  # by stage, the messages of its latest microbatch in each group
-        self._in_ghost = self._logs = False
-        packets = [getattr(torch.ops._c10d_functional, name) for name in _FUNCTIONAL]
-        self._restore = [
-            *(_call_after(packet, "_op", self._log_integers) for packet in packets),
-            *(_call_after(dist.ProcessGroup, name, self._log_integers) for name in (*_METHODS, *_RENAMED)),
-            _call_after(MaskBuffer, "materialize_mask", lambda args, _: self._masks.setdefault(id(args[0]), args[0])),
-        ]
-
-    def close(self) -> None:
-        """Unwrap the collectives."""
-        while self._restore:
-            self._restore.pop()()
-
-    def begin_microbatch(self) -> None:
-        """Store the message counters at the beginning of a microbatch, and start to log its integers."""
-        self._log.clear()
-        self._begun, self._logs = messages(), not self._in_ghost
-
-    def end_microbatch(self, stage: str) -> None:
-        """Store how many messages a microbatch of this stage has, and stop logging until the next one."""
-        self._completed[stage], self._logs = messages() - self._begun, False
-
-    def check(self, run: Callable[[], object], roots: Sequence[fsdp.FSDPModule], stage: str) -> None:
-        """Raise if the collectives of a microbatch depend on values that a ghost pass does not have. Compares two dry
-        runs with different made-up and random values, once per stage. `run` runs the microbatch."""
-        if stage in self._checked:
-            return
-        with self.ghost_mode(roots) as first:
-            first.run(run)
-        self._check_compiled(first.seen, stage)
-        if first.used_unknown_values:
-            seen = first.seen
-            with self.ghost_mode(roots, made_up=1) as second:
-                torch.manual_seed(torch.initial_seed() + 1)  # generators are restored before the step is repeated
-                try:
-                    second.run(run)
-                except RecoveryUnsupportedError as error:
-                    if error.__cause__ is None:
-                        raise
-                    seen = seen[: len(second.seen)]  # the model fails with these values: compare what came before
-            for one, other in zip_longest(seen, second.seen):
-                if one is None or other is None or one[:3] != other[:3]:
-                    alternatives = f"{one or 'nothing'} or {other or 'nothing'}"
-                    raise refusal(f"it communicates {alternatives}, depending on computed values")
-        self._checked.add(stage)
-
-    def _check_compiled(self, seen: Sequence[SeenCollective], stage: str) -> None:
-        """Raise if compiled code, which peers run, may have other collectives than a ghost pass, which runs eagerly."""
-        modules = [module for model in self._models for module in model.modules()]
-        if not any(each._compiled_call_impl or hasattr(each, "_orig_mod") for each in modules):
-            return
-        # FSDP all-reduces over replicas in the last microbatch only
-        of_replicas = {name for model in self._models for name in fsdp.names_of_replica_groups(model)}
-        eager, compiled = Counter(each.group for each in seen), self._completed.get(stage, Counter())
-        for name in {*eager, *compiled} - of_replicas:
-            if eager[name] != compiled[name]:
-                times = compiled[name] if stage in self._completed else "an unknown number of"
-                raise refusal(
-                    f"it is compiled, and communicates {eager[name]} times in eager mode, but {times} times in "
-                    "compiled code"
-                )
-
-    @contextmanager
-    def ghost_mode(self, roots: Sequence[fsdp.FSDPModule], *, made_up: int = 0) -> Iterator[GhostMode]:
-        """Yield a mode for ghost passes. At the end, restore gradients and the attributes of models and of FSDP."""
-        ghost = GhostMode(self._log, made_up)
-        attributes = [(each, dict(each)) for model in self._models for each in _attributes_of(model)]
-        gradients = [(parameter, parameter.grad) for model in self._models for parameter in model.parameters()]
-        self.drop_masks()
-        for group in (each for model in self._models for each in fsdp.groups_of(model)):
-            vars(group)["unshard"] = partial(ghost.unshard, group, group.unshard)
-        self._in_ghost, self._logs = True, False
-        try:
-            yield ghost
-        finally:
-            self._in_ghost = False
-            self.drop_masks()
-            for root in roots:
-                fsdp.reset(root)
-            for current, before in attributes:
-                current.clear()
-                current.update(before)
-            for parameter, gradient in gradients:
-                parameter.grad = gradient
-        ghost.check_leaks()
-
-    def finish(self, ghost: GhostMode, run: Callable[[], object]) -> None:
-        """Collective: issue those collectives of the microbatch that this rank has not issued yet."""
-        ghost.run(run, messages() - self._begun)
-
-    def drop_masks(self) -> None:
-        """Clear the masks of sharded embeddings, because DTensor does not release the masks of a failed pass."""
-        for mask in self._masks.values():
-            mask.data, mask.refcount = None, 0
-        self._masks.clear()
-
-    def _log_integers(self, arguments: Sequence[Any], result: Any) -> None:
-        """Log a collective if it carries integers. For other collectives, this takes about a microsecond."""
-        first = arguments[isinstance(arguments[0], dist.ProcessGroup)]
-        if torch.compiler.is_compiling() or not self._logs or (isinstance(first, Tensor) and _is_float(first)):
-            return
-        tensors = [each for each in tree_iter(arguments) if isinstance(each, Tensor)]
-        if not all(map(_is_float, tensors)):
-            self._log.append(Exchange(tensors, result))
-
-
-def _call_after(owner: Any, name: str, hook: Hook) -> Callable[[], None]:
-    """Wrap a function so that `hook` gets the arguments and result of each call. Return a function that undoes it."""
-    original, hooks = _HOOKS.setdefault((id(owner), name), (vars(owner)[name], []))
-    function = getattr(owner, name)
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        result = function(*args, **kwargs)
-        for each in hooks:
-            each((*args, kwargs), result)
-        return result
-
-    def remove() -> None:
-        hooks.remove(hook)
-        if not hooks:
-            setattr(owner, name, original)
-            del _HOOKS[id(owner), name]
-
-    if not hooks:
-        setattr(owner, name, call)
-    hooks.append(hook)
-    return remove
 
 
 class _Call(NamedTuple):
@@ -412,7 +262,7 @@ class GhostMode(TorchDispatchMode):
         self.seen.append(SeenCollective(full_name, group.group_name, sizes, where))
         self._passed[group.group_name] += 1
         skips = self._issued is None or self._passed[group.group_name] <= self._issued[group.group_name]
-        carries_integers = any(_is_known(each) and not _is_float(each) for each in tensors)
+        carries_integers = any(_is_known(each) and not is_float(each) for each in tensors)
         if carries_integers and call.name != "barrier":  # the tensor of a barrier has no meaning
             result = self._exchange(call, group, skips=skips)
         else:
@@ -431,12 +281,12 @@ class GhostMode(TorchDispatchMode):
 
     def _with_real_masks(self, call: _Call) -> _Call:
         """Replace fake masks, which have no values, by real zeros, because collectives send the values of masks."""
-        if not any(is_fake(each) and not _is_float(each) for each in call.tensors):
+        if not any(is_fake(each) and not is_float(each) for each in call.tensors):
             return call
         self.used_unknown_values = True
         with unset_fake_temporarily():
             args, kwargs = tree_map(
-                lambda each: _zeros(each) if is_fake(each) and not _is_float(each) else each,
+                lambda each: _zeros(each) if is_fake(each) and not is_float(each) else each,
                 (call.args, call.kwargs),
             )
         return _Call(call.func, args, kwargs)
@@ -513,10 +363,10 @@ class GhostMode(TorchDispatchMode):
         except DynamicOutputShapeException:
             raise refusal(f"the output size of {call.func}{caller()} depends on computed values") from None
         if overwritten := [each for each in call.written if _is_known(each)]:
-            self.used_unknown_values = self.used_unknown_values or not all(map(_is_float, overwritten))
+            self.used_unknown_values = self.used_unknown_values or not all(map(is_float, overwritten))
             _mark(overwritten, known=False)
             return overwritten[0] if isinstance(result, Tensor) else result
-        if call.name in _FILLING and not _is_float(result):  # such as the mask from which tokens per expert are counted
+        if call.name in _FILLING and not is_float(result):  # such as the mask from which tokens per expert are counted
             with unset_fake_temporarily():
                 shape_only = torch.empty(call.args[0].shape, dtype=call.args[0].dtype, device="meta")
                 return call.func(shape_only, *call.args[1:], **{**call.kwargs, "device": result.device})
@@ -527,7 +377,7 @@ class GhostMode(TorchDispatchMode):
         is_random = torch.Tag.nondeterministic_seeded in call.func.tags
         self.used_unknown_values |= is_random
         result = _mark(call.run_for_real(), known=True)
-        if "empty" in call.name or (is_random and self._made_up and all(map(_is_float, tree_iter(result)))):
+        if "empty" in call.name or (is_random and self._made_up and all(map(is_float, tree_iter(result)))):
             with unset_fake_temporarily():  # random integers are kept, because 0 may be out of their range
                 tree_map(torch.zero_, result)
         return result
@@ -537,13 +387,13 @@ class GhostMode(TorchDispatchMode):
         self.used_unknown_values, self._reads = True, self._reads + 1
         if self._reads > _MAX_READS:
             raise refusal(f"it reads more than {_MAX_READS:,} computed values{caller()}") from None
-        return self._made_up * (_LARGE if _is_float(call.args[0]) else 1)
+        return self._made_up * (_LARGE if is_float(call.args[0]) else 1)
 
     def _make_up(self, call: _Call, fake: Any) -> Any:
         """Return real integers instead of a fake result. Indices, such as those of `topk`, are spread evenly over the
         dimension or, if `made_up` is 1, equal in all rows. Other integers get the value of `made_up`, 0 or 1. Computed
         masks stay fake, because they can be as large as activations."""
-        if not is_fake(fake) or _is_float(fake) or fake.dtype == torch.bool:
+        if not is_fake(fake) or is_float(fake) or fake.dtype == torch.bool:
             return fake
         self.used_unknown_values = True
         source = call.args[0]
@@ -577,12 +427,6 @@ def _wait(result: Any) -> None:
             each.wait()
 
 
-def _attributes_of(model: nn.Module) -> Iterator[dict[str, Any]]:
-    for module in model.modules():
-        yield from (vars(module), module._buffers, module._parameters)
-    yield from map(vars, fsdp.states_of(model))
-
-
 def _zeros(value: Any) -> Any:
     return torch.zeros(value.shape, dtype=value.dtype, device=value.device) if isinstance(value, Tensor) else value
 
@@ -593,7 +437,7 @@ def _repeated(source: Tensor, shape: torch.Size) -> Tensor:
     return source.flatten().repeat(times)[: shape.numel()].view(shape)
 
 
-def _is_float(tensor: Tensor) -> bool:
+def is_float(tensor: Tensor) -> bool:
     return tensor.is_floating_point() or tensor.is_complex()
 
 
@@ -601,7 +445,7 @@ def _is_known(value: object) -> bool:
     """Return True if a ghost pass has the values: integers, and small tensors that depend only on integers."""
     if not isinstance(value, Tensor) or is_fake(value):
         return False
-    return not _is_float(value) or getattr(value, _KNOWN, False)
+    return not is_float(value) or getattr(value, _KNOWN, False)
 
 
 def _is_small(call: _Call) -> bool:
@@ -612,12 +456,12 @@ def _is_small(call: _Call) -> bool:
         shapes = call.run()
     except (DataDependentOutputException, DynamicOutputShapeException):
         return True
-    return all(each.numel() <= _SMALL or not _is_float(each) for each in tree_iter(shapes) if isinstance(each, Tensor))
+    return all(each.numel() <= _SMALL or not is_float(each) for each in tree_iter(shapes) if isinstance(each, Tensor))
 
 
 def _mark(result: Any, *, known: bool) -> Any:
     for each in tree_iter(result):
-        if isinstance(each, Tensor) and _is_float(each):
+        if isinstance(each, Tensor) and is_float(each):
             setattr(each, _KNOWN, known)
     return result
 

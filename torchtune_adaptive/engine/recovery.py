@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from torch import nn
 
 from torchtune_adaptive.engine import fsdp
-from torchtune_adaptive.engine.collectives import CollectiveLedger
 from torchtune_adaptive.engine.consistency import compare_replicas
+from torchtune_adaptive.engine.fsdp_ledger import FsdpLedger
+from torchtune_adaptive.engine.ghost_ledger import GhostLedger
+from torchtune_adaptive.engine.ledger import Ledger
 from torchtune_adaptive.engine.limit_policy import Change
-from torchtune_adaptive.engine.ranks import Agreement, use_communicators
+from torchtune_adaptive.engine.ranks import Agreement, use_communicators, world_size
 from torchtune_adaptive.engine.results import REPORT_COLUMNS
 from torchtune_adaptive.errors import ConfigError, RecoveryUnsupportedError, Remedy
 from torchtune_adaptive.formatting import is_whole
@@ -55,7 +57,7 @@ class Recovery:
         self.stop_requested, self.on_change = stop_requested, on_change
         if enabled:
             use_communicators(models)
-        self.ledger = CollectiveLedger(*models, enabled=enabled, exchanges_activations=exchanges_activations)
+        self.ledger = new_ledger(models, enabled=enabled, exchanges_activations=exchanges_activations)
         self.agreement = Agreement(REPORT_COLUMNS)
         self._stages: set[str] = set()
         self.retries_seen = [0]  # the allocator's retries at the latest reading of any stage
@@ -94,3 +96,12 @@ class Recovery:
 def has_gradients(model: nn.Module) -> bool:
     """Return True if a parameter of the model has a gradient."""
     return any(parameter.grad is not None for parameter in model.parameters())
+
+
+def new_ledger(models: Sequence[nn.Module], *, enabled: bool, exchanges_activations: bool) -> Ledger:
+    """Return the ledger for these models. `ledger.py` has a table of the three kinds."""
+    if not enabled or world_size() == 1:
+        return Ledger(*models)
+    if exchanges_activations or any(map(fsdp.exchanges_activations, models)):
+        return GhostLedger(*models)
+    return FsdpLedger(*models)

@@ -6,7 +6,7 @@ the limit, but does not change the samples. `StepRunner.run` is this loop:
 1. Plan (`plans.py`): split the samples into microbatches within the limit, equally many on every rank.
 2. Attempt: run the forward and backward of every microbatch, while the ledger counts collectives.
 3. Drain, only on a rank that ran out of memory: free the memory of the attempt (`oom.py`), then issue the collectives
-   that peers still expect (`collectives.py`). Now all ranks have issued equally many collectives.
+   that peers still expect (`ledger.py`). Now all ranks have issued equally many collectives.
 4. Agree: one small all-reduce gives every rank the reports of all ranks (`results.py`).
 5. Recover, if any rank failed: all ranks discard their gradients (`fsdp.py`), restore the random generators, lower the
    limit (`limit_policy.py`) and start again at 1. The limit stays in two cases: every failed microbatch has one
@@ -151,7 +151,7 @@ class StepRunner(Generic[Sample]):
         self._equal_steps = EqualSteps(enabled=self._ledger.uses_ghost_passes or fsdp.spans_all_ranks(model))
         self._is_whole = fsdp.is_whole(model)
         averages = world_size() > 1 and self._is_whole
-        self._buckets = GradientBuckets(self._ledger.issue_unrecorded) if averages else None
+        self._buckets = GradientBuckets(self._ledger.issue) if averages else None
         self.measure_memory(None)
 
     @property

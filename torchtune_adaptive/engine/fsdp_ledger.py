@@ -1,16 +1,13 @@
-"""Issues the remaining collectives of a rank that ran out of memory, so that its peers can finish the step.
+"""The protocol for ranks that exchange only parameters and gradients: a record of FSDP2's collectives.
 
-If a rank stops in the middle of a step, its peers wait in a collective until they time out. The ledger therefore counts
-FSDP2's collectives and records those of complete microbatches. After a failure, it issues the remaining ones: gathers
-with the parameters of this rank, others with zeros. If ranks exchange activations, ghost passes (`engine/ghost.py`) do
-this instead. Any other communication outside FSDP2 is detected, but cannot be completed.
+The ledger counts FSDP2's collectives, and records those of complete microbatches. After a failure, it issues the
+remaining ones from the record: gathers with the parameters of this rank, others with zeros. A microbatch without a
+record is run on a filler, a small sample. Communication outside FSDP2 is detected, but cannot be completed.
 """
 
 from __future__ import annotations
 
 import sys
-import zlib
-from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
@@ -20,15 +17,14 @@ from typing import Any, Literal, cast
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from torchtune_adaptive.engine import fsdp
-from torchtune_adaptive.engine.fsdp import AllGather, FSDPModule, ReduceScatter
-from torchtune_adaptive.engine.ghost import GhostPasses
-from torchtune_adaptive.engine.messages import Listener, MessagesOutsideFsdp, messages, outside_fsdp_error
+from torchtune_adaptive.engine.fsdp import AllGather, ReduceScatter
+from torchtune_adaptive.engine.ledger import Ledger, Run
+from torchtune_adaptive.engine.messages import Listener, MessagesOutsideFsdp, outside_fsdp_error
 from torchtune_adaptive.engine.oom import is_oom
-from torchtune_adaptive.engine.ranks import backend_for, explaining_failures, message_counters, rank, world_size
-from torchtune_adaptive.errors import AdaptiveError, RecoveryUnsupportedError, Remedy, UnrecoverableError
+from torchtune_adaptive.engine.ranks import message_counters, rank
+from torchtune_adaptive.errors import AdaptiveError, RecoveryUnsupportedError, Remedy
 
 
 @dataclass(frozen=True)
@@ -53,7 +49,7 @@ class Collective:
 class CountedComm:
     """Wraps FSDP's all-gather or reduce-scatter, so that a ledger issues and counts it."""
 
-    def __init__(self, ledger: CollectiveLedger, comm: AllGather | ReduceScatter, gathers: Any = None) -> None:
+    def __init__(self, ledger: FsdpLedger, comm: AllGather | ReduceScatter, gathers: Any = None) -> None:
         self._ledger, self._comm, self._gathers = ledger, comm, gathers
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -66,7 +62,7 @@ class CountedComm:
         name = "output_tensor" if self._gathers else "input_tensor"
         tensor, group, op = arguments[name], arguments["group"], arguments.get("op")
         collective = Collective(kind, tensor.numel(), tensor.dtype, tensor.device, group, op, self._comm, self._gathers)
-        work = self._ledger.issue(collective, partial(self._comm, **arguments), async_op)
+        work = self._ledger.issue_recorded(collective, partial(self._comm, **arguments), async_op)
         if not (self._gathers and self._ledger.runs_filler):
             return work
         if work is not None:
@@ -85,7 +81,7 @@ class CountedReplicas:
     torch's own functions are not changed.
     """
 
-    def __init__(self, ledger: CollectiveLedger, group: dist.ProcessGroup, comm: ReduceScatter) -> None:
+    def __init__(self, ledger: FsdpLedger, group: dist.ProcessGroup, comm: ReduceScatter) -> None:
         self._ledger, self._group, self._comm = ledger, group, comm
 
     def __getattr__(self, name: str) -> Any:
@@ -107,7 +103,7 @@ class CountedReplicas:
             options.asyncOp = async_op
             return self._group.allreduce(tensors, options)
 
-        return self._ledger.issue(collective, call, async_op=options.asyncOp)
+        return self._ledger.issue_recorded(collective, call, async_op=options.asyncOp)
 
 
 class PlaceInStep(Enum):
@@ -142,74 +138,47 @@ class CollectiveRecord:
     outside_fsdp: MessagesOutsideFsdp = field(default_factory=MessagesOutsideFsdp)
 
 
-class CollectiveLedger:
-    """Counts FSDP's collectives in each step, and issues the remaining ones after a failure.
+class FsdpLedger(Ledger):
+    """Counts and records FSDP's collectives, and issues the remaining ones of a failed rank from the record.
 
-    `position` is the number of collectives that this rank has issued in this attempt. All ranks end an attempt at
-    the same position. The stages of a step share a ledger, which keeps one record per stage. A stage owns its model and
-    all frozen models. Only these are prepared and reset for it, so gradients in the models of other stages remain.
+    It keeps one record per stage. Whole models have no collectives of FSDP; of them, only messages are counted.
     """
 
-    def __init__(self, *roots: object, enabled: bool = True, exchanges_activations: bool = False) -> None:
-        """Count the collectives of those models in `roots` that FSDP2 shards; whole models do not communicate.
-
-        If not `enabled`, recovery is off. The ledger then still limits FSDP's reductions to the last microbatch
-        (see `PlaceInStep`), and reshards after a forward without a backward. If ranks exchange activations, ghost
-        passes replace records.
-        """
-        self.position = 0
-        self._roots = [root for root in roots if isinstance(root, FSDPModule)]
-        modules = [root for root in roots if isinstance(root, nn.Module)]
-        several = enabled and world_size() > 1
-        exchanges = exchanges_activations or any(map(fsdp.exchanges_activations, modules))
-        self._ghosts = GhostPasses(modules) if several and exchanges else None
-        self.uses_ghost_passes = self._ghosts is not None
-        self._counts = several and not self.uses_ghost_passes
-        self._groups_of = {root: fsdp.groups_of(root) if self._counts else [] for root in self._roots}
-        self._with_replicas = {root for root in self._roots if world_size() > 1 and fsdp.has_replicas(root)}
+    def __init__(self, *roots: object) -> None:
+        super().__init__(*roots)
+        self._groups_of = {root: fsdp.groups_of(root) for root in self._roots}
         self._records: dict[str, CollectiveRecord] = {}  # by stage
         self._message_counters: list[Callable[[], int]] = []
-        # State of the current step and stage:
-        self._stage = ""
-        self._sent_before: Counter[str] | None = None  # messages before this attempt, with ghost passes
+        # of the current step and stage:
         self._record = CollectiveRecord(trained=())
-        self._owned = self._roots
         self._groups: dict[Any, None] = {}  # the owned groups in order, with a fast lookup
-        self._replicated: list[FSDPModule] = []
-        self._reducing_once: list[FSDPModule] = []
-        self._microbatches = 0
-        # State of the current microbatch:
-        self._number = -1
+        # of the current microbatch:
         self._current: list[Collective] | None = None  # None outside of a microbatch
         self._fsdp_messages = 0  # messages of these collectives, counted by the process groups
         self._messages_before = 0  # messages counted when the microbatch began
         self._to_skip = 0  # collectives that the filler must not issue, because this rank has issued them
         self.runs_filler = False  # the filler computes with this rank's shards only
         self._issuing = False  # while a collective of FSDP is issued, so that a Listener ignores it
-        comm, replicas = partial(CountedComm, self), partial(CountedReplicas, self)
-        counted = self._roots if self._counts else []
-        for group in (group for root in counted for group in self._groups_of[root]):
+        for group in (group for groups in self._groups_of.values() for group in groups):
             if isinstance(cast(object, group._all_gather_comm), CountedComm):
                 raise ValueError(
                     "this model already has a Recovery: pass that one to all runners of the model, or close it first"
                 )
-        self._restore = [fsdp.replace_collectives(root, comm, comm, replicas) for root in counted]
+        comm, replicas = partial(CountedComm, self), partial(CountedReplicas, self)
+        self._restore = [fsdp.replace_collectives(root, comm, comm, replicas) for root in self._roots]
+        self._closed = False
 
     def close(self) -> None:
         """Restore FSDP's own collectives."""
         for restore in self._restore:
             restore()
-        self._counts = False
-        if self._ghosts:
-            self._ghosts.close()
-        self.abandon()
+        self._closed = True
+        super().close()
 
     def abandon(self) -> None:
         """Drop the gradients of an aborted step, so that a later backward does not add to them."""
         self._current = None
-        self._set_reductions(True)
-        for root in self._roots:
-            fsdp.abandon(root)
+        super().abandon()
 
     def copy_record(self, *, of_stage: str, to_stage: str) -> None:
         """Copy what is known about communication outside FSDP to another stage of the same model."""
@@ -220,57 +189,32 @@ class CollectiveLedger:
     def begin_attempt(
         self, microbatches: int, models: Sequence[object], stage: str = "", *, reduce_once: bool = False
     ) -> None:
-        """Begin an attempt at a step of a stage that owns these models: prepare FSDP, and count collectives from 0.
-
-        With `reduce_once`, only the last of several microbatches reduce-scatters gradients.
-        """
-        self.position = 0
-        self._sent_before = messages() if self._ghosts else None
-        self._stage, self._microbatches, self._number = stage, microbatches, -1
-        if self._counts:
-            self._message_counters = [counter for _, counter in message_counters()]
-        self._owned = [root for root in self._roots if root in models]
+        """Begin an attempt, as in `Ledger`, with the record of the stage."""
+        self._message_counters = [counter for _, counter in message_counters()]
+        super().begin_attempt(microbatches, models, stage, reduce_once=reduce_once)
         self._groups = {group: None for root in self._owned for group in self._groups_of[root]}
-        self._replicated = [root for root in self._owned if root in self._with_replicas]
-        self._reducing_once = self._owned if reduce_once else []
-        for root in self._owned:
-            fsdp.prepare(root)
         trained, record = fsdp.trainable(self._groups), self._records.get(stage)
         # FSDP does not communicate gradients of frozen weights, so freezing some changes the collectives
         if record is None or record.trained != trained:
             record = self._records[stage] = CollectiveRecord(trained)
-        self._record = record
+        self._record, self.outside_fsdp = record, record.outside_fsdp
         fsdp.check_gradients_reduced(self._groups)
 
     def begin_microbatch(self, number: int) -> None:
-        """Begin a microbatch of the step. Microbatches are numbered from 0."""
-        self._current, self._fsdp_messages, self._number = [], 0, number
-        self._set_reductions(number == self._microbatches - 1)
+        """Begin a microbatch, and list its collectives."""
+        super().begin_microbatch(number)
+        self._current, self._fsdp_messages = [], 0
         self._messages_before = self._messages()
-        if self._ghosts:
-            self._ghosts.begin_microbatch()
 
     def end_microbatch(self) -> None:
         """End a complete microbatch: compare its collectives with the record, or make them the record."""
-        for root in self._owned:
-            fsdp.end_pass_without_backward(root)
-        if self._ghosts:
-            self._ghosts.end_microbatch(self._stage)
+        super().end_microbatch()
         self._record_or_compare(complete=True)
-        is_last = self._number == self._microbatches - 1
+        is_last = self._is_last(self._number)
         if is_last or not self._reducing_once:
             self._record.varying_setting = self._record.varying_setting or fsdp.varying_setting(self._groups)
         if self._record.varying_setting and is_last:
             fsdp.check_gradients_reduced(self._groups)
-        # In the last microbatch, FSDP all-reduces the gradients of a parameter group only if this microbatch adds to
-        # them. Otherwise, the sums of earlier microbatches stay local.
-        waiting = [name for root in self._replicated for name in fsdp.modules_awaiting_all_reduce(root)]
-        if is_last and waiting:
-            raise UnrecoverableError(
-                f"{', '.join(waiting)}: an earlier microbatch of this step produced gradients, but the last one, "
-                "which sums gradients over replicas, did not; use the same parameters in every microbatch, or shard "
-                "without replicas"
-            )
 
     def end_failed_microbatch(self) -> None:
         """End a microbatch that ran out of memory: compare its collectives up to the error with the record."""
@@ -292,12 +236,7 @@ class CollectiveLedger:
             return PlaceInStep.ONLY
         if number == 0:
             return PlaceInStep.FIRST
-        return PlaceInStep.LAST if number == self._microbatches - 1 else PlaceInStep.MIDDLE
-
-    @property
-    def outside_fsdp(self) -> MessagesOutsideFsdp:
-        """What is known about messages of this stage outside FSDP."""
-        return self._record.outside_fsdp
+        return PlaceInStep.LAST if self._is_last(number) else PlaceInStep.MIDDLE
 
     def listening(self) -> AbstractContextManager[object]:
         """Return the context of a microbatch, which may look for operations that communicate outside FSDP."""
@@ -312,11 +251,14 @@ class CollectiveLedger:
             raise outside_fsdp_error(name)
 
     def _messages(self) -> int:
+        """Return the number of messages that this rank has sent, in all process groups."""
         return sum(counter() for counter in self._message_counters)
 
-    def issue(self, collective: Collective, call: Callable[..., dist.Work | None], async_op: bool) -> dist.Work | None:
-        """Collective: run `call`, and count it as soon as peers can match it."""
-        if not self._counts:  # closed, but other code has wrapped this object, so `close` could not remove it
+    def issue_recorded(
+        self, collective: Collective, call: Callable[..., dist.Work | None], async_op: bool
+    ) -> dist.Work | None:
+        """Collective: issue a collective of FSDP, and list it for the record of the microbatch."""
+        if self._closed:  # other code has wrapped this object, so `close` could not remove it
             return call(async_op=async_op)
         if self._current is not None:
             self._current.append(collective)
@@ -325,10 +267,9 @@ class CollectiveLedger:
         if self._to_skip > 0:
             self._to_skip -= 1
             return None
-        device, group = collective.device.type, collective.group
-        return self.issue_unrecorded("an FSDP collective", call, device, group, async_op=async_op)
+        return self.issue("an FSDP collective", call, collective.device.type, collective.group, async_op=async_op)
 
-    def issue_unrecorded(
+    def issue(
         self,
         what: str,
         call: Callable[..., dist.Work | None],
@@ -337,65 +278,19 @@ class CollectiveLedger:
         *,
         async_op: bool,
     ) -> dist.Work | None:
-        """Collective: as `issue`, but do not add the collective to the record of the microbatch."""
-        # On gloo, wait() allocates, so memory may run out after peers have matched the collective. Therefore issue it
-        # asynchronously, count it, then wait. On NCCL, wait() does not allocate, and an asynchronous call would use
-        # another stream, so the call stays as FSDP made it.
-        on_gloo = backend_for(device_type, group) == "gloo"
-        wait_here = not async_op and on_gloo
-        messages, position = self._messages(), self.position
-
-        def already_matched() -> bool:
-            # gloo counts an all-gather and then allocates its copies. If that fails, it cannot be issued again.
-            return on_gloo and self.position == position and self._messages() != messages
-
+        """Collective: issue a collective that is neither recorded nor counted as communication outside FSDP."""
         self._issuing = True
         try:
-            with explaining_failures(what, already_matched):
-                work = call(async_op=async_op or wait_here)
-                self.position += 1
-                self._fsdp_messages += self._messages() - messages
-                if wait_here:
-                    assert work is not None, "an asynchronous collective returns its work"
-                    work.wait()
-                    return None
-            return work
+            return super().issue(what, call, device_type, group, async_op=async_op)
         finally:
             self._issuing = False
 
-    @property
-    def only_whole_models(self) -> bool:
-        """True if no model is sharded, and ranks do not exchange activations."""
-        return not (self._roots or self._ghosts)
+    def _count(self, messages: int) -> None:
+        super()._count(messages)
+        self._fsdp_messages += messages
 
-    @property
-    def progress(self) -> int:
-        """A number that grows with every collective that this rank issues."""
-        return messages().total() if self._ghosts else self.position
-
-    def positions_in_groups(self) -> int:
-        """Return this rank's part of `AttemptReport.positions_in_groups`, 0 without ghost passes.
-
-        In each group, every rank multiplies its number of messages by a weight, and the weights add up to 0.
-        """
-        if self._sent_before is None:
-            return 0
-        sent, total = messages() - self._sent_before, 0
-        for group, _ in message_counters():
-            weights = [zlib.crc32(f"{group.group_name} {each}".encode()) % 2**20 for each in range(group.size() - 1)]
-            total += sent[group.group_name] * [*weights, -sum(weights)][group.rank()]
-        return total
-
-    def drain(self, run: Callable[[int | None], object]) -> None:
-        """Collective: issue the remaining collectives of this step, so that every peer can finish it.
-
-        `run` runs forward and backward on the microbatch of this number, which a ghost pass repeats, or with None on a
-        filler, for a microbatch without a record.
-        """
-        if self._ghosts:
-            self._drain_by_ghost_passes(self._ghosts, run)
-        if not self._counts:
-            return
+    def drain(self, run: Run) -> None:
+        """Collective: issue the remaining collectives of this step from the record, or by running a filler."""
         if (setting := self._record.varying_setting or fsdp.varying_setting(self._groups)) or self._record.differed:
             raise RecoveryUnsupportedError(
                 "out of memory, and microbatches issue different collectives"
@@ -419,33 +314,6 @@ class CollectiveLedger:
                 self._issue_from_record(collective)
             begins_at += len(schedule)
 
-    def _drain_by_ghost_passes(self, ghosts: GhostPasses, run: Callable[[int], object]) -> None:
-        """Collective: complete the current microbatch and all later ones."""
-        unfinished = partial(run, self._number)
-        ghosts.check(unfinished, self._owned, self._stage)
-        with ghosts.ghost_mode(self._owned) as ghost:
-            self._make_gradients(self._number, partial(ghost.run, unfinished))
-            for number in range(self._number, self._microbatches):
-                if number > self._number:
-                    self.begin_microbatch(number)
-                self._set_reductions(number == self._microbatches - 1)
-                ghosts.finish(ghost, partial(run, number))
-                for root in self._owned:
-                    fsdp.end_pass_without_backward(root)
-
-    def _make_gradients(self, number: int, run: Callable[[], object]) -> None:
-        """Run a pass that issues no collective, so that this rank has gradients of earlier microbatches, as its peers
-        have. FSDP may issue additional reductions for such gradients."""
-        if (self._replicated or self._reducing_once) and number:
-            self._set_reductions(False)
-            run()
-
-    def _set_reductions(self, wanted: bool) -> None:
-        for root in self._replicated:
-            root.set_requires_all_reduce(wanted)
-        for root in self._reducing_once:
-            root.set_requires_gradient_sync(wanted)
-
     def _issue_from_record(self, collective: Collective) -> None:
         """Collective: issue this collective with the parameters of this rank, or with zeros."""
         group, comm = collective.group, collective.comm
@@ -453,7 +321,7 @@ class CollectiveLedger:
         tensor = comm.allocate((collective.numel,), dtype=collective.dtype, device=collective.device)
         tensor.zero_()
         if collective.kind == "all-reduce":
-            self.issue(collective, partial(dist.all_reduce, tensor, collective.op, group), async_op=False)
+            self.issue_recorded(collective, partial(dist.all_reduce, tensor, collective.op, group), async_op=False)
             return
         shard = tensor.chunk(group.size())[group.rank()]
         if collective.kind == "all-gather":
@@ -462,7 +330,7 @@ class CollectiveLedger:
         else:
             output = torch.empty_like(shard)
             call = partial(comm, output_tensor=output, input_tensor=tensor, group=group, op=collective.op)
-        self.issue(collective, call, async_op=False)
+        self.issue_recorded(collective, call, async_op=False)
 
     def _record_by_filler(self, number: int, issued: int, run_filler: Callable[[], object]) -> tuple[Collective, ...]:
         """Collective: complete a microbatch that has no record, by running the filler. Return its schedule. `issued` is
@@ -471,7 +339,7 @@ class CollectiveLedger:
         if number > self._number:
             self.begin_microbatch(number)
         self._current = []
-        self._set_reductions(number == self._microbatches - 1)
+        self._set_reductions(self._is_last(number))
         self._run_filler(issued, run_filler)
         schedule = self._record.schedules[self._place(number)] = tuple(self._current)
         self._current = None
@@ -494,13 +362,4 @@ class CollectiveLedger:
             ) from error
         finally:
             self._to_skip, self.runs_filler = 0, False
-        for root in self._owned:
-            fsdp.end_pass_without_backward(root)
-
-    def reset(self) -> None:
-        """Reset the models of this stage to their state between two steps, and drop their gradients."""
-        self._set_reductions(True)
-        for root in self._owned:
-            fsdp.reset(root)
-        if self._ghosts:
-            self._ghosts.drop_masks()
+        self._end_pass()
