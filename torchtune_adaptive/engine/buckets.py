@@ -115,18 +115,19 @@ class GradientBuckets:
         With `overlaps`, reduce buckets in the backward, each after the gradient that completed it last time. The first
         attempt with `overlaps` only finds these gradients.
         """
-        finds_order, fired = overlaps and self._order_known is None, list[nn.Parameter]()
-        watched = [each for bucket in self._buckets * finds_order for each in bucket.parameters]
-        hooks = [each.register_post_accumulate_grad_hook(fired.append) for each in watched]
-        for bucket in self._buckets * (overlaps and self._order_known is True):
-            if bucket.last is not None:
+        fired: list[Tensor] = []
+        hooks = []
+        for bucket in self._buckets if overlaps else ():
+            if self._order_known is None:
+                hooks += [each.register_post_accumulate_grad_hook(fired.append) for each in bucket.parameters]
+            elif self._order_known and bucket.last is not None:
                 hooks.append(bucket.last.register_post_accumulate_grad_hook(partial(self._complete, bucket)))
         try:
             yield
         finally:
             for hook in hooks:
                 hook.remove()
-        if finds_order:
+        if overlaps and self._order_known is None:
             self._find_order(fired)
         for bucket in self._buckets[self._reduced :]:
             self._send(bucket.take())
@@ -185,15 +186,17 @@ class GradientBuckets:
     def finish(self, agreement: Agreement, *, any_left: bool, same_parameters: bool) -> None:
         """Collective if any rank has gradients that are not reduced, or if they belong to other parameters: put the
         means into `grad`. A gradient that is None counts as zeros. If it is None on all ranks, it stays None."""
-        for bucket in self._buckets * any_left:
-            self._send(bucket.take())
+        if any_left:
+            for bucket in self._buckets:
+                self._send(bucket.take())
         self._wait()
         has_gradient = [*self._has_gradient()]
         on_any_rank = iter(has_gradient if same_parameters else agreement.any_rank(has_gradient))
         for bucket in self._buckets:
             means, *added = bucket.reductions or [[*bucket.parameters]]
-            for mean, addend in zip(means * len(added), chain(*added), strict=True):
-                mean.add_(addend)
+            for reduction in added:
+                for mean, addend in zip(means, reduction, strict=True):
+                    mean.add_(addend)
             for parameter, mean in zip(bucket.parameters, means, strict=True):
                 if next(on_any_rank):
                     parameter.grad = mean

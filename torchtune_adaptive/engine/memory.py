@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import torch
@@ -150,24 +151,31 @@ class Reading(NamedTuple):
     budget_bytes: int
 
 
+@dataclass
+class RetriesSeen:
+    """The allocator's retries at the latest reading of any stage, shared by the Gauges of all stages."""
+
+    count: int = 0
+
+
 class Gauge:
     """Reads the memory of a stage's steps from a MemorySource, if there is one."""
 
-    def __init__(self, memory: MemorySource | None, seen: list[int], *, several_stages: bool) -> None:
-        """`seen` holds the allocator's retries at the latest reading of any stage. If a step has `several_stages`,
-        retries between two runs of this one are not counted."""
+    def __init__(self, memory: MemorySource | None, seen: RetriesSeen, *, several_stages: bool) -> None:
+        """If a step has `several_stages`, retries between two runs of this one are not counted."""
         self._memory, self._seen, self._several_stages = memory, seen, several_stages
         self._budget_bytes = 0 if memory is None else memory.budget_bytes  # read once, because it is slow on a GPU
-        seen[0] = seen[0] if memory is None else memory.retries
+        if memory is not None:
+            seen.count = memory.retries
 
     def begin_step(self) -> None:
         """Ignore the retries of other stages since the last reading."""
         if self._several_stages and self._memory is not None:
-            self._seen[0] = self._memory.retries
+            self._seen.count = self._memory.retries
 
     def read(self) -> Reading:
         """Return the memory, with the retries since the last reading of any stage; 0 if the count was reset."""
         if self._memory is None:
             return Reading(0, 0, 0)
-        before, self._seen[0] = self._seen[0], self._memory.retries
-        return Reading(max(0, self._seen[0] - before), self._memory.peak_bytes, self._budget_bytes)
+        before, self._seen.count = self._seen.count, self._memory.retries
+        return Reading(max(0, self._seen.count - before), self._memory.peak_bytes, self._budget_bytes)

@@ -47,6 +47,15 @@ class SampleKind(Generic[Sample]):
         """Return a plan of microbatches within the limit, before ranks agree on their number."""
         return plan_step(lengths, limit, padded=self.padded)
 
+    def sizes(self, plan: Plan, lengths: Sequence[int]) -> list[MicrobatchSize]:
+        """Return the size of each microbatch of a plan."""
+        return [size_of(rows, lengths, padded=self.padded) for rows in plan]
+
+    def load(self, plan: Plan, lengths: Sequence[int], samples: Sequence[Sample]) -> Load:
+        """Return the amount of work in a plan for samples of these lengths."""
+        row_lengths = None if self.row_lengths_of is None else [*map(self.row_lengths_of, samples)]
+        return load_of(plan, lengths, padded=self.padded, row_lengths=row_lengths, cost=self.cost_of)
+
 
 def plan_step(lengths: Sequence[int], limit: Limit, *, padded: bool = True) -> Plan:
     """Return a plan with as few microbatches as possible. A sample that exceeds the limit gets its own microbatch.

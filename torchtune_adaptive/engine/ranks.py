@@ -51,7 +51,7 @@ def new_gloo_group() -> dist.ProcessGroup:
 
 @contextmanager
 def explaining_failures(
-    what: str, already_matched: Callable[[], bool] = bool, *, in_other_code: bool = False
+    what: str, already_matched: Callable[[], bool] = lambda: False, *, in_other_code: bool = False
 ) -> Iterator[None]:
     """Replace an error of a collective by a CollectiveFailedError that explains it.
 

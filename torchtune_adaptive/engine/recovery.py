@@ -12,6 +12,7 @@ from torchtune_adaptive.engine.fsdp_ledger import FsdpLedger
 from torchtune_adaptive.engine.ghost_ledger import GhostLedger
 from torchtune_adaptive.engine.ledger import Ledger
 from torchtune_adaptive.engine.limit_policy import Change
+from torchtune_adaptive.engine.memory import RetriesSeen
 from torchtune_adaptive.engine.ranks import Agreement, use_communicators, world_size
 from torchtune_adaptive.engine.results import REPORT_COLUMNS
 from torchtune_adaptive.errors import ConfigError, RecoveryUnsupportedError, Remedy
@@ -43,7 +44,7 @@ class Recovery:
         enabled: bool = True,
         exchanges_activations: bool = False,
         regrow_after: int = 200,
-        stop_requested: Callable[[], bool] = bool,
+        stop_requested: Callable[[], bool] = lambda: False,
         on_change: Callable[[Change], object] = lambda _: None,
     ) -> None:
         """Collective: on CUDA, create a gloo group for agreements. Shard the models first."""
@@ -60,7 +61,7 @@ class Recovery:
         self.ledger = new_ledger(models, enabled=enabled, exchanges_activations=exchanges_activations)
         self.agreement = Agreement(REPORT_COLUMNS)
         self._stages: set[str] = set()
-        self.retries_seen = [0]  # the allocator's retries at the latest reading of any stage
+        self.retries_seen = RetriesSeen()
         self._compared = self._closed = False
 
     def add_stage(self, stage: str, model: nn.Module) -> None:

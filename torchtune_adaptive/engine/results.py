@@ -132,6 +132,16 @@ class AttemptReport(NamedTuple):
     """With ghost passes, a number whose sum over the ranks is 0 if the ranks of each process group have issued equally
     many collectives."""
 
+    @classmethod
+    def of(cls, outcome: Totals | int) -> AttemptReport:
+        """Return a report with the totals of a complete attempt, or with `failed` set."""
+        if isinstance(outcome, int):
+            return cls(failed=1)
+        loss = outcome.loss_sum
+        # on a GPU, reading the loss would wait for the device, so it is reduced later
+        loss_sum = loss.item() if loss.device.type == "cpu" else 0.0
+        return cls(loss_sum=loss_sum, target_tokens=outcome.target_tokens, sums=outcome.checksum)
+
     def to_row(self) -> list[float]:
         """Return the report as a row of numbers for `Agreement.gather`."""
         rows, length, tokens = self.microbatch
@@ -225,8 +235,11 @@ class AttemptReports(tuple[AttemptReport, ...]):
 
 
 def gather_reports(agreement: Agreement, report: AttemptReport) -> AttemptReports:
-    """Collective: return the reports of all ranks, equal on all ranks."""
-    return AttemptReports(map(AttemptReport.from_row, agreement.gather(report.to_row())))
+    """Collective: return the reports of all ranks, equal on all ranks. Raise UnrecoverableError if ranks differ in
+    their steps, collectives or sums."""
+    reports = AttemptReports(map(AttemptReport.from_row, agreement.gather(report.to_row())))
+    reports.check_positions()
+    return reports
 
 
 def result_of(

@@ -157,6 +157,7 @@ class History:
     resident_bytes: int = 0
     """Memory that stays in use between steps: weights and optimizer state."""
     probes: tuple[Probe, ...] = ()
+    round_to: str = "none"
 
     @property
     def rejected(self) -> tuple[Probe, ...]:
@@ -205,7 +206,7 @@ class History:
     @property
     def trusted_jump(self) -> int:
         """The factor by which the next probe may exceed the larger of two probes."""
-        return _ROUNDED_JUMP if self.candidates[2:3] == [4] else _JUMP
+        return _ROUNDED_JUMP if self.round_to == "power_of_two" else _JUMP
 
     def is_close(self, goal: int) -> bool:
         """Return True if the rows that fit are close enough to `goal` to end the search."""
@@ -369,7 +370,7 @@ def search(
     """
     candidates = candidate_rows(max_rows, round_to)
     most = MAX_ROWS if max_rows is None else max_rows
-    history = History(budget.total_bytes, candidates, most, budget.resident_bytes)
+    history = History(budget.total_bytes, candidates, most, budget.resident_bytes, round_to=round_to)
     while history.may_reach(least_rows) and (rows := STRATEGIES[strategy](history)) is not None:
         probe = Probe(rows=rows, peak=measure(rows))
         history = replace(history, probes=(*history.probes, probe))
@@ -387,11 +388,11 @@ def search(
         probes=history.probes,
         unrounded_rows=unrounded_rows,
         rows=chosen,
-        reason=_reason(history, unrounded_rows, chosen, round_to),
+        reason=_reason(history, unrounded_rows, chosen),
     )
 
 
-def _reason(history: History, unrounded_rows: float, rows: int, round_to: str) -> str:
+def _reason(history: History, unrounded_rows: float, rows: int) -> str:
     if history.rejected and unrounded_rows == rows:
         return f"{history.too_many} did not fit"
     at_maximum = unrounded_rows >= history.max_rows or unrounded_rows == rows == history.candidates[-1]
@@ -400,5 +401,5 @@ def _reason(history: History, unrounded_rows: float, rows: int, round_to: str) -
     else:
         # Truncated, not rounded: "9 fit" would be wrong for 8.97.
         bound, highest = f"{floor(unrounded_rows * 10 + 1e-6) / 10:g} fit", unrounded_rows
-    rounded = rows + 1e-6 < highest and round_to == "power_of_two"
+    rounded = rows + 1e-6 < highest and history.round_to == "power_of_two"
     return f"{bound}, rounded down to a power of two" if rounded else bound

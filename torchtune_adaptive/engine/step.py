@@ -34,7 +34,7 @@ from torchtune_adaptive.engine.limit_policy import EXHAUSTED, RECOVERY, Change, 
 from torchtune_adaptive.engine.limits import Limit, MicrobatchSize
 from torchtune_adaptive.engine.memory import Gauge, MemorySource
 from torchtune_adaptive.engine.oom import clear_frames, fatal_on_oom, is_oom, release_memory
-from torchtune_adaptive.engine.plans import Plan, Sample, SampleKind, load_of, size_of, spread
+from torchtune_adaptive.engine.plans import Plan, Sample, SampleKind, spread
 from torchtune_adaptive.engine.ranks import explaining_failures, rank, world_size
 from torchtune_adaptive.engine.recovery import Recovery, has_gradients
 from torchtune_adaptive.engine.results import (
@@ -420,42 +420,12 @@ class StepRunner(Generic[Sample]):
     def _agree(
         self, outcome: Totals | int, plan: Plan, samples: Sequence[Sample], upcoming_microbatches: int = 0
     ) -> AttemptReports:
-        """Collective: return the reports of all ranks about this attempt, the same on every rank."""
-        kind, reading, lengths = self.kind, self._gauge.read(), self.kind.lengths(samples)
-        sizes = [size_of(rows, lengths, padded=kind.padded) for rows in plan]
-        totals, reported_size = outcome if isinstance(outcome, Totals) else None, MicrobatchSize(0, 0)
-        if isinstance(outcome, int):
-            reported_size = sizes[outcome]
-        elif reading.retries:
-            reported_size = max(sizes, key=lambda size: size.padded_tokens)
-        if self._buckets:
-            any_gradients, with_gradients = self._buckets.describe()
-        else:
-            any_gradients, with_gradients = self.trains is None and has_gradients(self.model), 0
-        row_lengths = None if kind.row_lengths_of is None else [*map(kind.row_lengths_of, samples)]
-        mine = AttemptReport(
-            microbatch=reported_size,
-            load=load_of(plan, lengths, padded=kind.padded, row_lengths=row_lengths, cost=kind.cost_of),
-            reading=reading,
-            failed=totals is None,
-            position=self._ledger.position,
-            positions_in_groups=self._ledger.positions_in_groups(),
-            target_tokens=totals.target_tokens if totals else 0,
-            # on a GPU, reading the loss would wait for the device, so it is reduced later
-            loss_sum=totals.loss_sum.item() if totals and totals.loss_sum.device.type == "cpu" else 0.0,
-            upcoming_microbatches=upcoming_microbatches,
-            stop_requested=self.recovery.stop_requested(),
-            non_fsdp_messages=self._ledger.outside_fsdp.reported,
-            gradients=any_gradients,
-            with_gradients=with_gradients,
-            step=self.current_step or 0,
-            sums=totals.checksum if totals else 0,
-        )
+        """Collective: return the reports of all ranks about this attempt. Turn off recovery, on all ranks, if
+        microbatches communicate in a way that a failed rank cannot complete."""
+        mine = self._report(outcome, plan, samples)._replace(upcoming_microbatches=upcoming_microbatches)
         reports = gather_reports(self.recovery.agreement, mine)
-        reports.check_positions()
-        non_fsdp_messages = max(report.non_fsdp_messages for report in reports)
-        if self.recovers and non_fsdp_messages:
-            self.recovers, reason = False, self._ledger.outside_fsdp.refuse_recovery(non_fsdp_messages)
+        if self.recovers and (messages := max(report.non_fsdp_messages for report in reports)):
+            self.recovers, reason = False, self._ledger.outside_fsdp.refuse_recovery(messages)
             place = self.stage if self.current_step is None else in_step(self.current_step, self.stage)
             if rank() == 0:
                 logger.warning(
@@ -464,6 +434,31 @@ class StepRunner(Generic[Sample]):
                     reason,
                 )
         return reports
+
+    def _report(self, outcome: Totals | int, plan: Plan, samples: Sequence[Sample]) -> AttemptReport:
+        """Return this rank's report about an attempt, without `upcoming_microbatches`."""
+        reading, lengths = self._gauge.read(), self.kind.lengths(samples)
+        reported_size, sizes = MicrobatchSize(0, 0), self.kind.sizes(plan, lengths)
+        if isinstance(outcome, int):
+            reported_size = sizes[outcome]
+        elif reading.retries:
+            reported_size = max(sizes, key=lambda size: size.padded_tokens)
+        if self._buckets:
+            any_gradients, with_gradients = self._buckets.describe()
+        else:
+            any_gradients, with_gradients = self.trains is None and has_gradients(self.model), 0
+        return AttemptReport.of(outcome)._replace(
+            microbatch=reported_size,
+            load=self.kind.load(plan, lengths, samples),
+            reading=reading,
+            position=self._ledger.position,
+            positions_in_groups=self._ledger.positions_in_groups(),
+            stop_requested=self.recovery.stop_requested(),
+            non_fsdp_messages=self._ledger.outside_fsdp.reported,
+            gradients=any_gradients,
+            with_gradients=with_gradients,
+            step=self.current_step or 0,
+        )
 
     def _complete(self, totals: Totals, reports: AttemptReports, plan: Plan, recoveries: int) -> StepResult:
         """Collective: return the result of an attempt in which all ranks succeeded.

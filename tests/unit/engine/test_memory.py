@@ -12,7 +12,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests.recipes.allocation_profile import profiled
-from torchtune_adaptive.engine.memory import Gauge
+from torchtune_adaptive.engine.memory import Gauge, RetriesSeen
 from torchtune_adaptive.engine.meter import MemoryMeter
 
 MIB = 1 << 20
@@ -117,7 +117,7 @@ def test_result_of_a_collective_is_counted_and_does_not_fail_after_peers_have_ma
 @pytest.mark.parametrize(("several_stages", "expected"), [(True, 0), (False, 2)])
 def test_gauge_counts_retries_between_steps_if_a_step_has_one_stage(several_stages: bool, expected: int) -> None:
     memory: Any = SimpleNamespace(retries=0, peak_bytes=1, budget_bytes=2)
-    gauge = Gauge(memory, [0], several_stages=several_stages)
+    gauge = Gauge(memory, RetriesSeen(), several_stages=several_stages)
     memory.retries += 2
     gauge.begin_step()
     assert gauge.read().retries == expected
@@ -125,7 +125,7 @@ def test_gauge_counts_retries_between_steps_if_a_step_has_one_stage(several_stag
 
 def test_gauge_does_not_count_retries_of_passes_between_steps() -> None:
     memory: Any = SimpleNamespace(retries=0, peak_bytes=1, budget_bytes=2)
-    seen = [0]
+    seen = RetriesSeen()
     training, generation = (Gauge(memory, seen, several_stages=several) for several in (False, True))
     for _ in range(2):
         generation.begin_step()
