@@ -46,7 +46,8 @@ The search of [`--without-data`](rehearsing-recipes.md) found the largest microb
 the number of ranks that the comments of the config state. All rows have {length} tokens, unless the config is marked.
 Tokens per second are [estimated](../rehearsal/docs/time.md); *no* means that not even one row fits. CUDA and NCCL are
 assumed to need 3 GiB of each GPU. An `a100` fits as many rows as an `h100`, and is about half as fast. In DPO, a row is
-a pair. The policy and the reference model have separate microbatches, and the table shows the smaller one.
+a pair. The policy and the reference model have separate microbatches, and the table shows the smaller one. Configs with
+the same model differ in more than its size: `qwen2_5/72B_lora` checkpoints activations, `qwen2_5/32B_lora` does not.
 
 `python -m tools.which_config_fits` makes this page from [the results](../benchmarks/results/{name}.json) of {date}.
 They also contain Llama 2 and 3, Gemma, Phi 3 and Qwen 2. If you delete them, the command repeats the rehearsals, which
