@@ -165,7 +165,7 @@ def test_below_tune_only_these_modules_communicate() -> None:
         return any(name.startswith("torch.distributed") for name in [*imported(path), *dotted_uses(path)])
 
     speaking = {name for name in library() if speaks(MODULES[name])}
-    modules = {"ranks", "consistency", "collectives", "buckets", "fsdp", "ghost"}
+    modules = {"ranks", "consistency", "ledger", "fsdp_ledger", "ghost_ledger", "buckets", "fsdp", "ghost"}
     assert speaking == {f"engine.{name}" for name in modules} | {"titan.trainer"}
 
 
