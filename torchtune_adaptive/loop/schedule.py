@@ -171,15 +171,19 @@ def total_steps(epochs: Sequence[EpochSizes]) -> int:
 def whole_step_rows(settings: Settings, progress: Progress, ranks: int) -> int | None:
     """Return the fewest rows with which a step is one microbatch; None if a step always has several microbatches.
 
-    With `accumulation: fixed`, a step has `gradient_accumulation_steps` microbatches of any size."""
+    With `accumulation: fixed`, a step has `gradient_accumulation_steps` microbatches of any size. Raise ConfigError if
+    the ranks cannot share a step that a resumed run keeps."""
     adaptive, rows = settings.adaptive, settings.samples_per_step
     grows, latest = settings.config.get(KEY) is not None, progress.epochs_started[-1:]
-    if grows or adaptive.accumulation == "fixed":
-        latest = latest if progress.current_epoch else ()
+    multiplies = grows or adaptive.accumulation == "fixed"
+    if multiplies and not progress.current_epoch:
+        latest = ()
+    kept = [share_of_rank(sizes.samples_per_step * progress.ranks, ranks) for sizes in latest]
+    if multiplies:
         if settings.gradient_accumulation_steps > 1:
             return None
         rows = settings.batch_size if grows else 1
-    return max([rows, *(sizes.samples_per_step * progress.ranks // ranks for sizes in latest)])
+    return max([rows, *kept])
 
 
 def log_schedule(
