@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Iterable, Sequence
+from itertools import groupby
 from numbers import Integral
 from typing import Any
 
@@ -45,9 +46,12 @@ def count_of(count: int, one: str) -> str:
 
 
 def ranks_named(ranks: Iterable[int]) -> str:
-    """Format a list of ranks: `rank 1`, `ranks 1, 2`."""
-    names = [str(rank) for rank in sorted(ranks)]
-    return f"{'rank' if len(names) == 1 else 'ranks'} {', '.join(names)}"
+    """Format a list of ranks: `rank 1`, `ranks 1, 2, 8 to 63`."""
+    runs = groupby(enumerate(sorted(ranks)), key=lambda pair: pair[1] - pair[0])
+    ends = [((run := [rank for _, rank in pairs])[0], run[-1]) for _, pairs in runs]
+    names = [f"{first} to {last}" if last > first + 4 else ", ".join(map(str, range(first, last + 1)))
+             for first, last in ends]  # fmt: skip
+    return f"{'rank' if names == [str(ends[0][0])] else 'ranks'} {', '.join(names)}"
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

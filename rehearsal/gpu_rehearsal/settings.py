@@ -7,8 +7,10 @@ from typing import NamedTuple
 
 from gpu_rehearsal.errors import CannotRehearse
 
-MOST_RANKS = 16
-"""Ranks that run together; each is a process of about 1 GiB."""
+MOST_RANKS = 64
+"""Ranks that run together. Each is a process of 0.1 GiB or more."""
+MOST_UNASKED = 16
+"""Ranks that run together without the option."""
 MOST_SIMULATED = 100_000
 """Ranks of a job. All but those that run are only numbers, but scripts make lists of them."""
 ONE_MACHINE = 8

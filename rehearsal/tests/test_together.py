@@ -173,3 +173,30 @@ def test_first_rank_that_fails_decides_and_no_rank_waits_for_it(
     assert (answer.status, answer.found["verdict"][: len(verdict)]) == (status, verdict), answer.printed
     assert [each["rank"] for each in answer.found["rank_peaks"]] == [0, 1, 2]
     assert status != 3 or "rank 1 raised ValueError: no such data at train.py:13" in answer.found["hang"]["cause"]
+
+
+MANY = """
+    import os, sys
+    assert "pytest" in sys.modules
+    import pytest, torch, torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+    dist.init_process_group("nccl")
+    torch.cuda.set_device(dist.get_rank() % 8)
+    mesh = init_device_mesh("cuda", (10, 2), mesh_dim_names=("dp", "tp"))
+    model = parallelize_module(torch.nn.Linear(40, 40, device="cuda"), mesh["tp"], ColwiseParallel())
+    optimizer = torch.optim.AdamW(fully_shard(model, mesh=mesh["dp"]).parameters())
+    for _ in range(2):
+        model(torch.ones(4, 40, device="cuda")).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    if dist.get_rank() != 13:
+        dist.barrier()
+"""
+
+
+def test_20_ranks_run_together_after_they_have_shared_imports(rehearse: Rehearse) -> None:
+    answer = rehearse(MANY, "--ranks", "20", "--together", "--steps", "0", status=3)
+    assert answer.found["verdict"] == "hangs: ranks 0 to 12, 14 to 19 wait for rank 13 at train.py:19"

@@ -115,7 +115,7 @@ def main(
         set_card(memory=memory["usable_bytes"], devices=settings.devices_of(ranks))
         running = settings.running(ranks)
         if len(running) > 1:
-            rank, after_last_step = fork_ranks(running, folder)
+            rank, after_last_step = fork_ranks(running, folder, command)
             recorder.move_to(folder / str(rank), after_last_step)
         recorder.write("process", memory)
         return rank, running

@@ -18,7 +18,7 @@ from gpu_rehearsal.processes.commands import likely_ranks
 from gpu_rehearsal.processes.server import execute
 from gpu_rehearsal.report.record import MOST_READS, NEEDS_OTHERS
 from gpu_rehearsal.report.result import RehearsalResult
-from gpu_rehearsal.settings import MOST_RANKS, RankSettings
+from gpu_rehearsal.settings import MOST_UNASKED, RankSettings
 
 DEFAULTS = {"TORCH_CPP_LOG_LEVEL": "ERROR", "TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1"}
 """Hide warnings of torch's execution trace. Compile in each run, because peaks depend on Inductor's cache."""
@@ -59,7 +59,7 @@ def rehearse_once(
     if settings.without_data and not found.setting:
         found = replace(found, status=found.status or 1, message=NO_ADAPTER)
     if settings.together is None and NEEDS_OTHERS in str(found.end.get("error")):
-        needed = list(found.end["needs_ranks"]) if found.ranks > MOST_RANKS else []
+        needed = list(found.end["needs_ranks"]) if found.ranks > MOST_UNASKED else []
         which = f"ranks {', '.join(map(str, needed))}" if needed else "all ranks"
         print(f"rehearse: ranks send messages to each other, so {which} are rehearsed", file=sys.stderr)
         together = rehearse_once(command, gpu, settings._replace(together=needed), output)

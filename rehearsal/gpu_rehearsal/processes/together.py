@@ -17,18 +17,22 @@ from gpu_rehearsal.errors import CannotRehearse
 from gpu_rehearsal.hangs.explain import Ended, explain
 from gpu_rehearsal.hangs.replay import Replay
 from gpu_rehearsal.processes.server import end_with_parent
+from gpu_rehearsal.processes.sharing import share_imports, share_shardings
 from gpu_rehearsal.recording.calls import start_recording
 from gpu_rehearsal.report.record import COMPARED
 
 GRACE_S = 10
 """After a rank has failed, the others are killed if they have not ended within these seconds."""
+FEW = 4
+"""More ranks than these are forked after the libraries of the script are imported."""
 IDLE_S = 1
 """If the ranks make no call for these seconds, it is checked whether they wait for each other."""
 SLOW_S = 5
-"""If some of them do, but not all, the others may be slow. They get this time to reach their next call."""
+"""If some of them do, but not all, the others may be slow. They get this time to reach their next call. If they
+compute, they get it for each rank of a core."""
 
 
-def fork_ranks(ranks: Sequence[int], folder: Path) -> tuple[int, Callable[[], None]]:
+def fork_ranks(ranks: Sequence[int], folder: Path, command: Sequence[str]) -> tuple[int, Callable[[], None]]:
     """Fork a process for each rank. In such a process, return its rank, and a function to call after its last step.
 
     A rank continues after its last step, because others may wait for it, until all ranks have reached theirs. The
@@ -38,9 +42,13 @@ def fork_ranks(ranks: Sequence[int], folder: Path) -> tuple[int, Callable[[], No
         raise CannotRehearse("the command uses CUDA before it starts the ranks: add --ranks")
     for record in filter(Path.is_file, folder.iterdir()):  # delete the record of this process
         record.unlink()
+    if len(ranks) > FEW:
+        share_imports(command)
     calls = folder / "calls"
     calls.mkdir()
     finished = mmap(-1, len(ranks))
+    (folder / "shardings").mkdir()
+    share_shardings(folder / "shardings")
     running = dict[int, int]()
     for at, rank in enumerate(ranks):
         if (process := os.fork()) == 0:
@@ -74,17 +82,21 @@ def _wait(running: dict[int, int], ranks: Sequence[int], finished: mmap, folder:
         with (folder / str(ranks[at])).open("a") as record:
             record.write(json.dumps({"kind": "process", "status": code}) + "\n")
 
-    until_s, size, idle_since = float("inf"), 0, time.monotonic()
+    until_s, size, idle_since, used_s = float("inf"), 0, time.monotonic(), dict[int, float]()
     checked, waiting = (-1, 0), set[str]()
+    ranks_per_core = max(1.0, len(ranks) / (os.cpu_count() or 1))
     while running:
         if (now := sum(path.stat().st_size for path in calls.glob("rank*"))) != size:
-            size, idle_since = now, time.monotonic()
+            size, idle_since, used_s = now, time.monotonic(), {each: _cpu_s(each) for each in running}
         names = [_name(ranks[at]) for at in running.values()]
         idle_s = time.monotonic() - idle_since
         if idle_s > IDLE_S and checked != (size, len(running)):
             checked = size, len(running)
             waiting = {each.call.rank for each in Replay(calls, running=names).waiting}
-        hangs = idle_s > IDLE_S and bool(waiting) and (waiting >= {*names} or idle_s > SLOW_S)
+        others = [each for each, at in running.items() if _name(ranks[at]) not in waiting]
+        compute = idle_s > SLOW_S and sum(_cpu_s(each) - used_s[each] for each in others) > idle_s / 10
+        slow = idle_s > SLOW_S * (ranks_per_core if compute else 1)
+        hangs = idle_s > IDLE_S and bool(waiting) and (waiting >= {*names} or slow)
         if hangs or time.monotonic() > until_s or all(finished[at] for at in running.values()):
             for process in [*running]:
                 os.kill(process, signal.SIGKILL)
@@ -97,8 +109,14 @@ def _wait(running: dict[int, int], ranks: Sequence[int], finished: mmap, folder:
             continue
         ended(process, code := os.waitstatus_to_exitcode(status))
         if code:
-            until_s = min(until_s, time.monotonic() + GRACE_S)
+            until_s = min(until_s, time.monotonic() + GRACE_S * ranks_per_core)
     return statuses
+
+
+def _cpu_s(process: int) -> float:
+    """Return the CPU seconds that a process has used."""
+    fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def _name(rank: int) -> str:
