@@ -18,8 +18,9 @@ from torch.nn.parallel import DistributedDataParallel
 from tests.distributed.faults.scenarios import SCENARIOS
 from tests.distributed.models import ModelConfig, build, device, runner_of, samples_of
 from tests.null.full_card import everything_left
-from tests.null.nccl import BACKENDS, record_on_rank, swept, without_drains
+from tests.null.nccl import BACKENDS, swept, without_drains
 from tests.null.processes import OnNull
+from tests.null.recording import record_on_rank
 from tests.ranks import use_next_port
 from torchtune_adaptive.engine.results import Totals
 from torchtune_adaptive.errors import CollectiveFailedError

@@ -5,4 +5,5 @@ from importlib.util import find_spec
 import torch
 
 if find_spec("torchtitan"):
-    torch._utils._get_available_device_type = lambda: "cpu"  # torchtitan calls it once, when it is imported
+    # torchtitan calls it once, when it is imported
+    torch._utils._get_available_device_type = lambda: "cuda" if torch.cuda.is_available() else "cpu"

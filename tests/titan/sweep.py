@@ -7,17 +7,21 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
 from torchtitan.distributed.activation_checkpoint import FullAC, MemoryBudgetAC, SelectiveAC
 
 from tests import fault_injection
 from tests.distributed.count_collectives import CountCollectives
 from tests.fault_injection import FaultInjector
 from tests.ranks import RankFailed, RanksHung, run_on_ranks
-from tests.titan.trainers import pair, relative, same, step, use_cpus
+from tests.titan.trainers import build, config, pair, relative, replace_flex_attention, same, step, use_cpus
+from torchtune_adaptive.titan import adaptive
 
 
 class Case(NamedTuple):
@@ -82,7 +86,7 @@ class Swept(NamedTuple):
 
 def sweep(name: str, places: int) -> Swept:
     """Collective: run a case without errors, then with an error at each of some places, on the ranks in turn."""
-    case, ranks, compiles = CASES[name], dist.get_world_size(), "compile__enable" in CASES[name].settings
+    case, compiles = CASES[name], "compile__enable" in CASES[name].settings
     use_cpus(compiles=compiles)
     if compiles:  # in a dispatch mode, compiled code raises errors: only growths of storages fail
         fault_injection._CountOperations = lambda _: nullcontext()
@@ -93,21 +97,41 @@ def sweep(name: str, places: int) -> Swept:
         with nullcontext() if compiles else counted:
             step(trainer, 0, update=False)
         sent.append(counted.seen.total())
-    began, state, recovered = time.monotonic(), ours.runner.state_dict(), 0
-    with FaultInjector(ours.runner).count(rank=dist.get_rank(), step=ours.step + 1) as faults:
-        step(ours, 0, update=False)
-    counts: list[Any] = [None] * ranks
-    dist.all_gather_object(counts, len(faults.operations))
+    began, state = time.monotonic(), ours.runner.state_dict()
     ours.runner.load_state_dict({**state, "size": ours.runner.limit.size // 2})
     smaller = step(ours, 0, update=False)
-    for place in range(places):
-        ours.runner.load_state_dict(state)
-        operation = 1 + place * (min(counts) - 1) // max(1, places - 1)
-        with FaultInjector(ours.runner).fail_at(rank=place % ranks, step=ours.step + 1, operation=operation):
-            ran = step(ours, 0, update=False)
-        recovered += ours.runner.recoveries == state["recoveries"] + 1 and same(ran, smaller)
+    ours.runner.load_state_dict(state)
+    steps = [*with_errors(ours, places)]
+    recovered, ran = sum(same(each, smaller) for each in steps), steps[-1]
     difference = max(relative(ran, expected), relative(healthy, expected))
     return Swept(same(healthy, expected), sent[1] - sent[0], places, recovered, difference, time.monotonic() - began)
+
+
+def with_errors(trainer: Any, places: int) -> Iterator[list[Tensor]]:
+    """Collective: yield the gradients of steps with an error at each of some places, on the ranks in turn."""
+    state, ranks = trainer.runner.state_dict(), dist.get_world_size()
+    with FaultInjector(trainer.runner).count(rank=dist.get_rank(), step=trainer.step + 1) as faults:
+        step(trainer, 0, update=False)
+    counts: list[Any] = [None] * ranks
+    dist.all_gather_object(counts, len(faults.operations))
+    for place in range(places):
+        trainer.runner.load_state_dict(state)
+        operation = 1 + place * (min(counts) - 1) // max(1, places - 1)
+        with FaultInjector(trainer.runner).fail_at(rank=place % ranks, step=trainer.step + 1, operation=operation):
+            gradients = step(trainer, 0, update=False)
+        if trainer.runner.recoveries == state["recoveries"] + 1:
+            yield gradients
+
+
+def recovered_on_null(name: str, places: int) -> int:
+    """Collective: run a case on null devices, with an error at each of some places. Return how many it recovered."""
+    torch.compiler.set_stance("force_eager")
+    replace_flex_attention()
+    torch.nn.init._no_grad_trunc_normal_ = lambda tensor, *_, **__: tensor  # draws until computed values are in range
+    case = CASES[name]
+    ours = build(adaptive(config(case.model, **case.settings)))
+    step(ours, 0, update=False)
+    return len([*with_errors(ours, places)])
 
 
 def main(places: int, names: list[str]) -> None:

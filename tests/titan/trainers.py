@@ -17,7 +17,7 @@ from torchtitan.components.dataloader import BaseDataLoader
 from torchtitan.components.loss import IGNORE_INDEX, ChunkedLossWrapper, CrossEntropyLoss
 from torchtitan.models import deepseek_v3, llama3, qwen3
 from torchtitan.models.common import attention
-from torchtitan.models.llama3.config_registry import llama3_debugmodel
+from torchtitan.models.llama3.config_registry import llama3_8b, llama3_debugmodel
 from torchtitan.tools import utils
 
 from torchtune_adaptive.titan import adaptive
@@ -72,10 +72,8 @@ class Tokenizer:
         return VOCABULARY
 
 
-def use_cpus(*, compiles: bool = False) -> None:
-    """Replace what a CPU does not have. Functions are only compiled if `compiles`."""
-    if not compiles:
-        torch.compiler.set_stance("force_eager")
+def replace_flex_attention() -> None:
+    """Its backward needs a GPU that computes."""
 
     def attend(q: Tensor, k: Tensor, v: Tensor, *, scale: float | None, **_: Any) -> tuple[Tensor, None]:
         return torch.nn.functional.scaled_dot_product_attention(
@@ -90,6 +88,14 @@ def use_cpus(*, compiles: bool = False) -> None:
 
     attention.FlexAttention.compiled_flex_attn = staticmethod(attend)
     attention._compiled_create_block_mask = create_mask
+
+
+def use_cpus(*, compiles: bool = False) -> None:
+    """Replace what a CPU does not have. Functions are only compiled if `compiles`."""
+    if not compiles:
+        torch.compiler.set_stance("force_eager")
+    replace_flex_attention()
+    Tensor.bfloat16 = lambda tensor: tensor  # type: ignore[method-assign, assignment]  # experts would round otherwise
     properties = type("Properties", (), {"total_memory": 2**34, "name": "cpu"})
     replaced = {"get_device_name": "cpu", "get_device_properties": properties, "memory_stats": {}, "device_count": 1}
     for name in ("reset_peak_memory_stats", "empty_cache"):
@@ -147,6 +153,13 @@ def config(
         for each in path:
             owner = getattr(owner, each)
         setattr(owner, last, value)
+    return made
+
+
+def llama3_8b_on_random_tokens() -> Any:
+    made = llama3_8b()
+    made.dataloader, made.tokenizer, made.training.disable_cuda_graphs = RandomTokens.Config(), Tokenizer(), True
+    made.profiler.enable_profiling = False
     return made
 
 
