@@ -14,6 +14,8 @@ from gpu_rehearsal.hangs.replay import NcclCall, Replay, Waiting
 
 _UNUSED = "Expected to have finished reduction"
 """Part of the error that DDP raises in the next forward on a rank that used other parameters than its peers."""
+_RANK = re.compile(r"rank(?!s)|main_process|is_(main|master|first|last)|coord", re.IGNORECASE)
+_EXITS = {ast.Return: "return", ast.Continue: "continue", ast.Break: "break", ast.Raise: "raise"}
 ALL = "all ranks"
 """The description of the default group."""
 
@@ -115,6 +117,7 @@ def _causes(replay: Replay, ended: Mapping[str, Ended]) -> Iterator[str]:
     missing = [(waiting.call, other) for waiting in replay.waiting for other in waiting.others]
     stuck = {each.call.rank: each.call for each in replay.waiting}
     yield from (_error(other.rank, ended.get(other.rank)) for _, other in missing if other.rank not in stuck)
+    yield from (_new_group(replay, each.call) for each in replay.waiting)
     met = [(call, other.call) for call, other in missing if other.call]
     yield from (_difference(call, other) for call, other in met)
     yield _order([call for call, other in met if other.what == call.what])
@@ -122,14 +125,20 @@ def _causes(replay: Replay, ended: Mapping[str, Ended]) -> Iterator[str]:
         if ">" in call.lane[1] and not other.call:
             verb = "receive" if call.verb == "sends" else "send"
             yield f"{call.rank} {call.verb} a message, and {other.rank} has no {verb} for it"
-    for explained in (_branch, _left_loop):
-        for call, other in missing:
-            for mine, found in replay.pairs(call, other.rank):
-                theirs = found or stuck.get(other.rank)
-                yield explained(replay, mine, theirs, other.rank)
-                yield explained(replay, theirs, mine, call.rank) if theirs else ""
+    pairs = [
+        (mine, found or stuck.get(other.rank), other.rank)
+        for call, other in missing
+        for mine, found in replay.pairs(call, other.rank)
+    ]
+    sides = [(mine, theirs, rank) for mine, theirs, rank in pairs]
+    sides += [(theirs, mine, mine.rank) for mine, theirs, _ in pairs if theirs]
+    choices = [(call, rank, _choices(replay, call, other, rank)) for call, other, rank in sides]
+    yield _decision(replay, choices)
+    for mine, theirs, rank in pairs:
+        yield _left_loop(mine, theirs, rank)
+        yield _left_loop(theirs, mine, mine.rank) if theirs else ""
     lanes = {call.lane[0]: call for call, other in missing if other.rank in stuck}
-    yield _order([*lanes.values()] if len(lanes) > 1 else [])
+    yield _order([*lanes.values()] if len(lanes) > 1 and not any(found for *_, found in choices) else [])
 
 
 def _error(rank: str, how: Ended | None) -> str:
@@ -145,9 +154,18 @@ def _error(rank: str, how: Ended | None) -> str:
 def _difference(call: NcclCall, other: NcclCall) -> str:
     """Return the cause if the ranks pass different tensors to the same function at the same line."""
     (kind, mine), (their_kind, theirs) = (_kind_and_tensor(each.what) for each in (call, other))
-    if call.line != other.line or kind != their_kind or mine == theirs:
+    if call.line != other.line or kind != their_kind or call.what == other.what:
         return ""
-    what = "types" if mine[0] == theirs[0] else "numbers of elements"
+    same = [one == theirs[at] for at, one in enumerate(mine)]
+    what = (
+        "numbers of elements"
+        if not same[0]
+        else "types"
+        if not same[1]
+        else "roots"
+        if "root" in call.what
+        else "reductions"
+    )
     return f"the ranks pass different {what}: {call.rank} {call.what}, {other.rank} {other.what}"
 
 
@@ -166,32 +184,63 @@ def _order(calls: Sequence[NcclCall]) -> str:
 
 
 class _Block(NamedTuple):
-    """An `if`, or a loop, around a line."""
+    """An `if`, or a loop, around a line; or an `if` before it that leaves the block."""
 
     place: str
     is_loop: bool
     part: str
-    """For an `if`: "body" or "else"."""
+    """For an `if`: "body" or "else"; for one before the line: the statement that leaves."""
     source: str
+    by_rank: bool
+    """True if the condition depends on the rank."""
+    inside: tuple[str, ...]
+    """The lines of this part."""
 
 
-def _branch(replay: Replay, mine: NcclCall, theirs: NcclCall | None, rank: str) -> str:
-    """Return the cause if a call is in a branch that the other rank has not taken."""
-    there = {*_blocks(theirs.line)} if theirs else set()
-    lines = replay.recordings[rank].lines if rank in replay.recordings else set()
-    if mine.line.split(" < ")[0] in lines:
+def _new_group(replay: Replay, call: NcclCall) -> str:
+    """Return the cause if only members of a group create it."""
+    created = re.match(r"new_group of ranks \[(.*)\]", call.what)
+    names = {f"rank {each}" for each in created[1].split(", ")} if created else set()
+    calling = {name for name, each in replay.recordings.items() if len(each.calls[call.lane, ""]) >= call.position}
+    if not names or calling - names or names == {*replay.recordings}:
         return ""
-    for block in _blocks(mine.line):
-        if not block.is_loop and block not in there:
-            only = [name for name, each in replay.recordings.items() if mine.line.split(" < ")[0] in each.lines]
-            branch = block.source if block.part == "body" else f"else of {block.source}"
-            at = mine.line.split(" < ")[0]
-            ranks = ranks_named(_numbers(only))
-            return f"this line runs at {at} only on {ranks}, in the branch `{branch}` at {block.place}"
-    return ""
+    others = ranks_named(_numbers([*({*replay.recordings} - names)]))
+    return f"{others} must call new_group for this group, too, or all pass use_local_synchronization=True"
 
 
-def _left_loop(_: Replay, mine: NcclCall, theirs: NcclCall | None, rank: str) -> str:
+def _choices(replay: Replay, call: NcclCall, other: NcclCall | None, rank: str) -> list[_Block]:
+    """Return the conditions by which a rank may have missed this call; `other` is the call where it is instead."""
+    there = [*_blocks(other.line)] if other else []
+    made = replay.recordings[rank].lines if rank in replay.recordings else set()
+    found = list[_Block]()
+    for block in _blocks(call.line):
+        if block in there and block.inside:
+            break  # both ranks are in this block
+        if not block.is_loop and block not in there and (block.by_rank or made.isdisjoint(block.inside)):
+            found.append(block)
+    return found
+
+
+def _decision(replay: Replay, choices: Sequence[tuple[NcclCall, str, list[_Block]]]) -> str:
+    """Return the cause if a single condition can have separated the ranks: the one that depends on the rank."""
+    found = {block: (call, rank) for call, rank, blocks in reversed(choices) for block in blocks}
+    sure = [block for block in found if block.by_rank] or [*found]
+    if len(sure) != 1 or not (sure[0].inside or sure[0].by_rank):
+        return ""
+    (block,) = sure
+    call, rank = found[block]
+    line = call.line.split(" < ")[0]
+    if not block.inside:
+        return f"`{block.source}` at {block.place} ends in a {block.part}, before the call at {line}: {rank} left there"
+    branch = block.source if block.part == "body" else f"else of {block.source}"
+    runs = _numbers([name for name, each in replay.recordings.items() if line in each.lines])
+    who = f"this line runs at {line} only on {ranks_named(runs)}"
+    if int(rank.split()[1]) in runs:
+        who = f"{rank} runs the line at {line} less often than {call.rank}"
+    return f"{who}, in the branch `{branch}` at {block.place}"
+
+
+def _left_loop(mine: NcclCall, theirs: NcclCall | None, rank: str) -> str:
     """Return the cause if a call is in a loop that the other rank has left."""
     there = {*_blocks(theirs.line)} if theirs else set()
     for block in _blocks(mine.line):
@@ -210,15 +259,60 @@ def nodes_of(file: str) -> list[Any]:
         return []
 
 
+@functools.cache
+def _names_of_rank(file: str) -> set[str]:
+    """Return the names in a file whose values depend on the rank: those that are called so, and what follows from
+    them."""
+    found = {name for node in nodes_of(file) for name in _names(node) if _RANK.search(name)}
+    size = 0
+    while size != (size := len(found)):
+        for node in nodes_of(file):
+            if isinstance(node, ast.Assign | ast.AnnAssign | ast.For | ast.NamedExpr):
+                value = node.iter if isinstance(node, ast.For) else node.value
+                targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+                if value and found & _all_names(value):
+                    found |= {name for each in targets for name in _all_names(each)}
+    return found
+
+
+def _names(node: ast.AST) -> Iterator[str]:
+    """Yield the name of a node that has one."""
+    if isinstance(node, ast.Name | ast.Attribute):
+        yield node.id if isinstance(node, ast.Name) else node.attr
+
+
+def _all_names(node: ast.AST) -> set[str]:
+    return {name for each in ast.walk(node) for name in _names(each)}
+
+
 def _blocks(lines: str) -> Iterator[_Block]:
-    """Yield the blocks around the lines that led to a call, from the innermost."""
+    """Yield the blocks around the lines that led to a call, and branches before them that leave, from the innermost."""
     for place in lines.split(" < ") if lines else ():
         file, _, number = place.rpartition(":")
-        line = int(number)
-        nodes = (each for each in nodes_of(file) if isinstance(each, ast.If | ast.For | ast.While))
+        line, names = int(number), _names_of_rank(file)
+        nodes = (each for each in nodes_of(file) if hasattr(each, "body") and hasattr(each, "lineno"))
         for node in sorted(nodes, key=lambda each: -each.lineno):
             for part in ("body", "orelse"):
-                statements = getattr(node, part)
-                if statements and statements[0].lineno <= line <= (statements[-1].end_lineno or 0):
-                    at = f"{file}:{node.lineno}"
-                    yield _Block(at, not isinstance(node, ast.If), part, _source(at).removesuffix(":"))
+                statements = getattr(node, part, [])
+                if not isinstance(statements, list) or not statements:
+                    continue
+                first, last = statements[0].lineno, statements[-1].end_lineno or 0
+                if not first <= line <= last:
+                    continue
+                for each in reversed([each for each in statements if (each.end_lineno or 0) < line]):
+                    by_rank = isinstance(each, ast.If) and bool(names & _all_names(each.test))
+                    if isinstance(each, ast.If) and (leaves := _exit_of(each)) and (by_rank or leaves != "raise"):
+                        at = f"{file}:{each.lineno}"
+                        yield _Block(at, False, leaves, _source(at).removesuffix(":"), by_rank, ())
+                if isinstance(node, ast.If | ast.For | ast.While):
+                    at, inside = f"{file}:{node.lineno}", tuple(f"{file}:{each}" for each in range(first, last + 1))
+                    by_rank = isinstance(node, ast.If) and bool(names & _all_names(node.test))
+                    yield _Block(at, not isinstance(node, ast.If), part, _source(at).removesuffix(":"), by_rank, inside)
+            if isinstance(node, ast.FunctionDef) and node.lineno <= line <= (node.end_lineno or 0):
+                break
+
+
+def _exit_of(node: ast.If) -> str:
+    """Return how a branch leaves the block around it; "" if it does not."""
+    last = [statements[-1] for statements in (node.body, node.orelse) if statements]
+    return next((name for each in last for kind, name in _EXITS.items() if isinstance(each, kind)), "")
