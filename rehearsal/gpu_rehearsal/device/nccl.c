@@ -32,6 +32,7 @@ typedef struct Receipt { // a collective whose result was not read yet
   size_t count;
   char *out; // NULL if it was freed or overwritten since
   int launch;
+  int missing; // the rank whose message had not arrived
   struct Receipt *next;
 } Receipt;
 
@@ -145,9 +146,11 @@ static int deliver(Receipt *r) { // returns 0 if a message has not arrived
   char *messages[n];
   uint64_t sizes[n];
   Channel *from[n];
-  for (int i = 0; i < n; i++) {
+  memset(messages, 0, sizeof messages);
+  for (int k = 0; k < n && done; k++) { // a wait looks only for the missing message
+    int i = (r->missing + k) % n;
     from[i] = one ? channel(c, &c->from_one[r->what], r->what, c->rank) : channel(c, &c->from[i], i, -1);
-    if (!(messages[i] = peek(from[i], &sizes[i]))) done = 0;
+    if (!(messages[i] = peek(from[i], &sizes[i]))) done = 0, r->missing = i;
   }
   int root = r->kind == GATHER ? r->what : r->kind == REDUCE_TO ? r->what / 8 : c->rank; // who gets the result
   if (done && r->out && root == c->rank)
@@ -245,7 +248,7 @@ static int call(int kind, const void *in, void *out, size_t count, int type, int
   }
   if (kind != SEND) {
     Receipt *r = malloc(sizeof *r), **last = &receipts;
-    *r = (Receipt){c, kind, type, what, count, out, number, NULL};
+    *r = (Receipt){c, kind, type, what, count, out, number, 0, NULL};
     before_release(out, result_bytes(r));
     while (*last) last = &(*last)->next;
     *last = r;

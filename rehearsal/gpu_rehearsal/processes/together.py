@@ -82,34 +82,32 @@ def _wait(running: dict[int, int], ranks: Sequence[int], finished: mmap, folder:
         with (folder / str(ranks[at])).open("a") as record:
             record.write(json.dumps({"kind": "process", "status": code}) + "\n")
 
-    until_s, size, idle_since, used_s = float("inf"), 0, time.monotonic(), dict[int, float]()
-    checked, waiting = (-1, 0), set[str]()
+    until_s, size, idle_since, used_s = float("inf"), -1, 0.0, 0.0
+    waiting: set[str] | None = None
     ranks_per_core = max(1.0, len(ranks) / (os.cpu_count() or 1))
     while running:
-        if (now := sum(path.stat().st_size for path in calls.glob("rank*"))) != size:
-            size, idle_since, used_s = now, time.monotonic(), {each: _cpu_s(each) for each in running}
-        names = [_name(ranks[at]) for at in running.values()]
+        before = size, len(running)
+        while running and (found := os.waitpid(-1, os.WNOHANG))[0]:
+            if found[0] in running:
+                ended(found[0], code := os.waitstatus_to_exitcode(found[1]))
+                until_s = min(until_s, time.monotonic() + GRACE_S * ranks_per_core) if code else until_s
+        size = sum(path.stat().st_size for path in calls.glob("rank*"))
+        if before != (size, len(running)):
+            idle_since, used_s, waiting = time.monotonic(), sum(map(_cpu_s, running)), None
+        names = {_name(ranks[at]) for at in running.values()}
         idle_s = time.monotonic() - idle_since
-        if idle_s > IDLE_S and checked != (size, len(running)):
-            checked = size, len(running)
+        computes = sum(map(_cpu_s, running)) - used_s > idle_s / 10
+        slow_s = SLOW_S * (ranks_per_core if computes else 1)
+        if waiting is None and idle_s > (slow_s if computes else IDLE_S):
             waiting = {each.call.rank for each in Replay(calls, running=names).waiting}
-        others = [each for each, at in running.items() if _name(ranks[at]) not in waiting]
-        compute = idle_s > SLOW_S and sum(_cpu_s(each) - used_s[each] for each in others) > idle_s / 10
-        slow = idle_s > SLOW_S * (ranks_per_core if compute else 1)
-        hangs = idle_s > IDLE_S and bool(waiting) and (waiting >= {*names} or slow)
+        hangs = bool(waiting) and (waiting == names or idle_s > slow_s)
         if hangs or time.monotonic() > until_s or all(finished[at] for at in running.values()):
             for process in [*running]:
                 os.kill(process, signal.SIGKILL)
                 os.waitpid(process, 0)
                 ended(process, None)
-            break
-        process, status = os.waitpid(-1, os.WNOHANG)
-        if process not in running:
+        else:
             time.sleep(0.05)
-            continue
-        ended(process, code := os.waitstatus_to_exitcode(status))
-        if code:
-            until_s = min(until_s, time.monotonic() + GRACE_S * ranks_per_core)
     return statuses
 
 
