@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from dataclasses import replace
 from itertools import chain
 from operator import attrgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -84,6 +84,67 @@ class Shared:
         self.memory = stack.enter_context(enforced_memory_limit(trainer, models, [self.optimizer]))
 
 
+class OneStep:
+    """The samples of one optimizer step, and the batches of the data loader that they come from."""
+
+    def __init__(self, batches: Sequence[CollatedBatch], num_items: Any, restore: Callable[[], None]) -> None:
+        """`restore` restores the state of the trainer before each pass."""
+        self.num_items, self.restore, self.attempts = num_items, restore, 0
+        self.samples: list[Any] = [sample for batch in batches for sample in batch.samples]
+        self.filler: RawSample = copy.copy(min(self.samples, key=attrgetter("length")).with_targets())
+        self.keeps_batches = False
+        """True if each microbatch of the attempt is a part of one batch of the data loader. Losses are then averaged
+        over each batch, and the means over the batches, as in stock Trainer."""
+        self.batches = len(batches)
+        self._unused: dict[tuple[int, ...], CollatedBatch] = {tuple(map(id, each.samples)): each for each in batches}
+        self._batch_of = {id(sample): number for number, each in enumerate(batches) for sample in each.samples}
+        self._counts_of_batches = [batch.counts for batch in batches]
+        self._counts = Counts.total(self._counts_of_batches)
+
+    def begin_attempt(self, plan: Plan, limit: Limit) -> bool:
+        """Begin an attempt. Return True if the plan splits batches of the data loader."""
+        self.attempts += 1
+        batches = [{self._batch_of[id(self.samples[index])] for index in rows} for rows in plan]
+        # Under a limit by length, the plans of ranks differ, but the check of the loss is collective.
+        self.keeps_batches = not limit.by_length and all(len(each) <= 1 for each in batches)
+        return not (self.keeps_batches and len(plan) == self.batches)
+
+    def batch_of(self, samples: Sequence[RawSample]) -> int:
+        """Return the number of the batch that these samples are a part of; 0 if microbatches mix batches."""
+        return self._batch_of.get(id(samples[0]), 0) if self.keeps_batches else 0
+
+    def take(self, samples: Sequence[RawSample]) -> CollatedBatch | None:
+        """Return the batch of the data loader that has exactly these samples, which then need not be collated again.
+        Each batch is returned once, because compute_loss may edit it."""
+        return self._unused.pop(tuple(map(id, samples)), None)
+
+    def weight(self, samples: Sequence[RawSample], counts: Counts, reduction: Reduction | None) -> float:
+        """Return the factor of a microbatch's loss. Without a reduction, each microbatch is a batch."""
+        if reduction is None:
+            return 1.0
+        batch = self._batch_of.get(id(samples[0])) if self.keeps_batches else None
+        if batch is not None:
+            return reduction.weight(counts, self._counts_of_batches[batch])
+        # Trainer divides means by the number of batches
+        return reduction.weight(counts, self._counts) * (1 if reduction is Reduction.SUM else self.batches)
+
+    def drop_batches(self) -> None:
+        """Free the batches that no microbatch has used."""
+        self._unused.clear()
+
+
+class Probed(NamedTuple):
+    """The samples of a microbatch of a batch-size search."""
+
+    first: RawSample
+    last: RawSample
+    other: RawSample
+
+    def rows(self, number: int) -> list[RawSample]:
+        """Return this number of samples."""
+        return [self.first, *[self.other] * (number - 2), self.last][:number]
+
+
 class OptimizerSteps:
     """Runs the optimizer steps of a Trainer."""
 
@@ -91,7 +152,7 @@ class OptimizerSteps:
         self, trainer: Any, model: nn.Module, batches: Sequence[CollatedBatch], num_items: Any, shared: Shared
     ) -> None:
         """Collective: check collator and loss, and search if configured. Call this in the first step of `train()`."""
-        self.trainer, adaptive, self._shared = trainer, trainer.adaptive, shared
+        self.trainer, self._shared = trainer, shared
         self.model, self.optimizer, self.memory = shared.model, shared.optimizer, shared.memory
         self._wrapped: Any = getattr(model, "_orig_mod", model)  # accelerate applies torch.compile to the DDP module
         self._kept_gradients: list[tuple[Tensor, Tensor]] = []
@@ -103,51 +164,58 @@ class OptimizerSteps:
         """The keys of inputs with images or audio, such as `pixel_values`, in the first step of any rank."""
         self._donor: Any = None
         """A sample whose inputs have all of these keys; None if microbatches may lack some."""
-        self._probed: tuple[Any, Any, Any] = (None, None, None)
-        """Samples of a probe: the first one, the last one, and all others."""
-        self._keeps_batches = False
-        """True if each microbatch of the attempt is a part of one batch of the data loader. Losses are then averaged
-        over each batch, and the means over the batches, as in stock Trainer."""
+        self._probed: Probed | None = None
         self.metrics = BatchMetrics(trainer, "train")
-        self._begin(batches, num_items)
+        self._step = self._new_step(batches, num_items)
         if self._media and not is_whole(self.model):
             self._find_donor()
-        twice = self._collated(self._samples[:1] * 2).inputs
-        padded = "input_ids" not in twice or len(twice["input_ids"]) > 1  # otherwise, the collator concatenates
-        budget, rows_per_sample = adaptive.token_budget, len(self._samples[0].row_lengths)
-        kind = SampleKind[Any](
-            length_of=attrgetter("length"),
-            row_lengths_of=attrgetter("row_lengths"),
-            filler=lambda _: self._filler,
-            padded=padded,
-        )
-        recovery = shared.recovery
         rows = trainer.args.per_device_train_batch_size
         if trainer.accelerator.split_batches:
             rows = max(1, rows // world_size())
-        limit = TokenLimit(budget, rows_per_sample) if isinstance(budget, int) else RowLimit(rows)
-        options: dict[str, Any] = {"limit": limit, "recovery": recovery, "reduce_once": True}
-        options["on_attempt"] = self._begin_attempt
-        self.runner = StepRunner(self.model, self._forward_backward, kind=kind, **options)
-        self._check = LossCheck(trainer, self.model, self._collated, kind, recovery)
-        if recovery.enabled or shared.splits_batches:
+        self.runner = self._new_runner(rows)
+        self._check = LossCheck(trainer, self.model, self._collated, self.runner.kind, shared.recovery)
+        if shared.recovery.enabled or shared.splits_batches:
             self._check_first_step(batches[0], rows)
-        if adaptive.searches:
+        if trainer.adaptive.searches:
             self.runner.use_limit(self._search())
-        self._restore()
+        self._step.restore()
         for runner in (self.runner, self._check.runner):
             runner.measure_memory(self.memory)
         if state := trainer.state.stateful_callbacks.get(STATE):
             self.runner.load_state_dict(state)
 
+    def _new_step(self, batches: Sequence[CollatedBatch], num_items: Any) -> OneStep:
+        return OneStep(batches, num_items, remember_random_state(self.trainer, self._outside))
+
+    def _new_runner(self, rows: int) -> StepRunner[Any]:
+        """Collective: return the runner, with the configured token budget or a limit of these rows."""
+        samples, budget = self._step.samples, self.trainer.adaptive.token_budget
+        twice = self._collated(samples[:1] * 2).inputs
+        kind = SampleKind[Any](
+            length_of=attrgetter("length"),
+            row_lengths_of=attrgetter("row_lengths"),
+            filler=lambda _: self._step.filler,
+            # otherwise, the collator concatenates
+            padded="input_ids" not in twice or len(twice["input_ids"]) > 1,
+        )
+        return StepRunner(
+            self.model,
+            self._forward_backward,
+            kind=kind,
+            limit=TokenLimit(budget, len(samples[0].row_lengths)) if isinstance(budget, int) else RowLimit(rows),
+            recovery=self._shared.recovery,
+            reduce_once=True,
+            on_attempt=self._begin_attempt,
+        )
+
     def run(self, batches: Sequence[CollatedBatch], num_items: Any) -> Tensor:
         """Collective: compute the gradients of a step and return its loss."""
-        self._begin(batches, num_items)
+        self._step = step = self._new_step(batches, num_items)
         if isinstance(self._wrapped, DistributedDataParallel) and self._wrapped.will_sync_module_buffers():
             self._wrapped._sync_buffers()  # as DDP does before the first forward of a step
-        result = self.runner.run(self._samples, step=self.trainer.state.global_step + 1)
-        self._batches.clear()
-        self.metrics.end_step(batches=self._batches_per_step, mixed=not self._keeps_batches)
+        result = self.runner.run(step.samples, step=self.trainer.state.global_step + 1)
+        step.drop_batches()
+        self.metrics.end_step(batches=step.batches, mixed=not step.keeps_batches)
         for parameter, gradient in self._kept_gradients:
             parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
         self._kept_gradients.clear()
@@ -178,36 +246,17 @@ class OptimizerSteps:
         limit = self.runner.limit
         return {"oom_recoveries": self.runner.recoveries, f"microbatch_{limit.unit}": limit.size}
 
-    def _begin(self, batches: Sequence[CollatedBatch], num_items: Any) -> None:
-        self._batches_per_step = len(batches)
-        self._samples: list[Any] = [sample for batch in batches for sample in batch.samples]
-        # A microbatch that equals a batch of the data loader is not collated again.
-        self._batches: dict[tuple[int, ...], CollatedBatch] = {tuple(map(id, each.samples)): each for each in batches}
-        self._batch_of = {id(sample): number for number, each in enumerate(batches) for sample in each.samples}
-        self._counts_of_batches, self._attempts = [batch.counts for batch in batches], 0
-        self._filler: RawSample = copy.copy(min(self._samples, key=attrgetter("length")).with_targets())
-        self._counts_of_step = Counts.total(batch.counts for batch in batches)
-        self._num_items = num_items
-        self._restore = remember_random_state(self.trainer, self._outside)
-
     def _forward_backward(self, samples: Sequence[RawSample]) -> Totals:
         """Run one microbatch with Trainer's training_step."""
-        # Each batch is used once, because compute_loss may edit it.
-        if samples[0] is self._probed[0]:
-            first, last, other = self._probed
-            samples = [first, *[other] * (len(samples) - 2), last][: len(samples)]
-        kept = self._batches.pop(tuple(map(id, samples)), None)
+        step, is_filler = self._step, samples[0] is self._step.filler
+        if self._probed is not None and samples[0] is self._probed.first:
+            samples = self._probed.rows(len(samples))
+        kept = step.take(samples)
         batch = self._with_all_media(kept) if kept else self._collated(samples)
-        counts = Counts() if samples[0] is self._filler else batch.counts
-        weight = 1.0 if samples[0] is not self._filler else 0.0
-        if (reduction := self._check.reduction) is not None:
-            within = self._batch_of.get(id(samples[0])) if self._keeps_batches else None
-            whole = self._counts_of_step if within is None else self._counts_of_batches[within]
-            weight = reduction.weight(counts, whole)
-            if within is None and reduction is not Reduction.SUM:
-                weight *= self._batches_per_step  # by which Trainer divides means
+        counts = Counts() if is_filler else batch.counts
+        weight = 0.0 if is_filler else step.weight(samples, counts, self._check.reduction)
         if not weight:  # without targets, a mean loss is NaN, and NaN * 0 is NaN, so run the filler instead
-            batch = self._collated([self._filler])
+            batch = self._collated([step.filler])
         if self.runner.limit.by_length:
             batch = batch.without_padding()  # which the limit does not count
         backward = self.trainer.accelerator.backward
@@ -215,14 +264,13 @@ class OptimizerSteps:
         def weighted_backward(loss: Tensor, **kwargs: Any) -> None:
             backward(loss * weight, **kwargs)
 
-        part_of = self._batch_of.get(id(samples[0]), 0) if self._keeps_batches else 0
         with (
             forgetting_offloaded(self.trainer),
-            only_fsdp_communicates(self.trainer, self.model, generated=isinstance(self._samples[0], GeneratedRow)),
-            self.metrics.of_microbatch(part_of, counts.rows if weight else 0, batch.inputs),
+            only_fsdp_communicates(self.trainer, self.model, generated=isinstance(step.samples[0], GeneratedRow)),
+            self.metrics.of_microbatch(step.batch_of(samples), counts.rows if weight else 0, batch.inputs),
             override_attributes(self.trainer.accelerator, backward=weighted_backward),
         ):
-            loss = Trainer.training_step(self.trainer, self.model, batch.inputs, self._num_items)
+            loss = Trainer.training_step(self.trainer, self.model, batch.inputs, step.num_items)
         return Totals(loss * weight, counts.labels)
 
     def _collated(self, samples: Sequence[RawSample]) -> CollatedBatch:
@@ -241,8 +289,8 @@ class OptimizerSteps:
 
     def _find_donor(self) -> None:
         """Collective: find a sample that has all keys of `_media`, and that can be added to other microbatches."""
-        is_complete = [self._media <= media_in(self._collated([sample]).inputs) for sample in self._samples]
-        own = self._samples[is_complete.index(True)] if any(is_complete) else None
+        is_complete = [self._media <= media_in(self._collated([sample]).inputs) for sample in self._step.samples]
+        own = self._step.samples[is_complete.index(True)] if any(is_complete) else None
         donors = [own] if all(from_all_ranks(any(is_complete))) else from_all_ranks(own)
         donor = own or next(filter(None, donors), None)
         labels = None if donor is None else self._collated([donor, donor]).inputs.get("labels")
@@ -257,20 +305,20 @@ class OptimizerSteps:
     def _begin_attempt(self, _: int, plan: Plan) -> None:
         """Collective: restore the state before an attempt. If it splits batches of the data loader, check the
         loss: after an out-of-memory error, and in the first, second, 4th, 8th and so on of these steps."""
-        self._restore()
+        self._step.restore()
         self.metrics.discard_step()
-        self._attempts += 1
-        batches = [{self._batch_of[id(self._samples[index])] for index in rows} for rows in plan]
-        # Under a limit by length, the plans of ranks differ, but the check below is collective.
-        self._keeps_batches = not self.runner.limit.by_length and all(len(each) <= 1 for each in batches)
-        if self._keeps_batches and len(plan) == self._batches_per_step:
-            return  # each microbatch is a batch
-        step, last_check = self.trainer.state.global_step + 1, self._check.checked_step
-        if self._attempts == 1 and not self._check.count_split_step():
+        if not self._step.begin_attempt(plan, self.runner.limit):
+            return
+        step, last_check, is_first = (
+            self.trainer.state.global_step + 1,
+            self._check.checked_step,
+            self._step.attempts == 1,
+        )
+        if is_first and not self._check.count_split_step():
             return
         reason = self._find_reduction(splits=True)
-        self._restore()
-        if reason and self._attempts == 1:
+        self._step.restore()
+        if reason and is_first:
             since = f" (steps {last_check} to {step - 1} may differ from Trainer's)" if last_check else ""
             raise ConfigError(f"in step {step}, {reason}{since}")
         if reason:
@@ -298,7 +346,7 @@ class OptimizerSteps:
         if reason is None and rows > 1:
             reason = self._find_reduction(splits=self._shared.splits_batches)
         elif reason is None and world_size() > 1:
-            self._check.compare(self._samples, self._num_items, self._restore, alone=True)
+            self._check.compare(self._step.samples, self._step.num_items, self._step.restore, alone=True)
         self.runner.adopt_refusal_of(self._check.runner)
         if reason is None or reason in UNKNOWN:  # the check is repeated before the first attempt that splits batches
             self.runner.recovers &= reason is None  # otherwise, the limit stays until memory runs out
@@ -313,7 +361,7 @@ class OptimizerSteps:
     def _find_reduction(self, *, splits: bool) -> str | None:
         """Collective: find out how losses add up. Return None, or the reason why a step cannot be split."""
         known = self._check.reduction
-        reason = self._check.find(self._samples, self._num_items, self._restore, splits=splits)
+        reason = self._check.find(self._step.samples, self._step.num_items, self._step.restore, splits=splits)
         self.runner.recovers |= reason is None and known is None and self.trainer.adaptive.recover_from_oom
         return reason
 
@@ -321,7 +369,11 @@ class OptimizerSteps:
         """Collective: search for the largest microbatch, and return its limit."""
         if self.memory is None:
             raise ConfigError("a CPU has no memory limit to search within; set memory_limit, for example 4GiB")
-        samples, loader, length = self._samples, self.trainer.callback_handler.train_dataloader, attrgetter("length")
+        samples, loader, length = (
+            self._step.samples,
+            self.trainer.callback_handler.train_dataloader,
+            attrgetter("length"),
+        )
         kept: list[int] = []  # tokens of the longest sample that its collator keeps
         if isinstance(samples[0], GeneratedRow):
             largest = [self.trainer._passes.find_longest(samples[0])]
@@ -352,10 +404,10 @@ class OptimizerSteps:
         """Collective: search for the most rows of a microbatch that consists of `first` and copies of `others`."""
         first, others = copy.copy(first.with_targets()), others.with_targets()
         # Without padding, transformers may drop the attention mask, and need less memory than in training.
-        has_padding = any(from_all_ranks(len({each.length for each in self._samples}) > 1))
+        has_padding = any(from_all_ranks(len({each.length for each in self._step.samples}) > 1))
         has_padding &= not isinstance(first, GeneratedRow)  # which has a masked token
-        self._probed = first, others.shortened(others.length - 1) if has_padding else others, others
-        step, rows = self._training_step(first), len(self._samples)
+        self._probed = Probed(first, others.shortened(others.length - 1) if has_padding else others, others)
+        step, rows = self._training_step(first), len(self._step.samples)
         return find_max_batch_size(step, memory=self.memory, whole_step_rows=rows, max_rows=rows)
 
     def _training_step(self, sample: RawSample) -> TrainingStep[Any]:
