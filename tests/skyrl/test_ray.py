@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import runpy
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
@@ -12,11 +14,17 @@ pytest.importorskip("skyrl")
 
 import ray
 import torch
+from skyrl.backends.skyrl_train.workers.fsdp import fsdp_worker
 from skyrl.backends.skyrl_train.workers.worker import PPORayActorGroup
+from skyrl.train.config.sft_config import SFTConfig, build_skyrl_config_for_sft
+from skyrl.train.sft_trainer import SFTTrainer
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import PreTrainedTokenizerFast
 
 from tests.skyrl.actors import PolicyActor
 from tests.skyrl.sweeps import relative
-from tests.skyrl.workers import batch, config, tiny_model
+from tests.skyrl.workers import VOCABULARY, batch, config, tiny_model
 from torchtune_adaptive.skyrl import adaptive
 
 ROOT = Path(__file__).parents[2]
@@ -51,3 +59,34 @@ def test_actors_recover_from_too_little_memory(tmp_path: Path) -> None:
     assert outputs[0].metrics["oom_recoveries"] > 0
     assert relative(ours, gradients) < 1e-6
     assert [each.loss_fn_outputs for each in outputs] == [each.loss_fn_outputs for each in expected]
+
+
+def finetune(trainer: type, path: str, actor: Any) -> list[float]:
+    """Return the losses of two steps of SkyRL's SFTTrainer, then the recoveries of a third one."""
+    sizes = ["batch_size=8", "micro_train_batch_size_per_gpu=4", "max_length=16", "placement.num_gpus_per_node=2"]
+    sizes += ["remove_microbatch_padding=false", "enable_ray_gpu_monitor=false"]
+    fsdp = ["mixed_precision.param_dtype=fp32", "wrap_policy.transformer_layer_cls_to_wrap=Qwen2DecoderLayer"]
+    sizes += [f"fsdp_config.{each}" for each in fsdp]
+    cfg = SFTConfig.from_cli_overrides(["strategy=fsdp", f"model.path={path}", "logger=console", *sizes])
+    skyrl_cfg = build_skyrl_config_for_sft(cfg)
+    skyrl_cfg.trainer.flash_attn = skyrl_cfg.trainer.bf16 = skyrl_cfg.trainer.gradient_checkpointing = False
+    with patch.object(fsdp_worker, "PolicyWorker", actor):
+        made = trainer(cfg, skyrl_cfg=skyrl_cfg)
+        made.setup()
+    torch.manual_seed(0)
+    batch = made._build_dummy_batch()
+    losses = [made.train_step(batch, step)["loss"] for step in range(2)]
+    metrics = made.dispatch.forward_backward("policy", batch, loss_fn="cross_entropy").metrics
+    made.shutdown()
+    return [*losses, metrics.get("oom_recoveries", 0)]
+
+
+def test_example_finetunes_with_skyrls_sft_trainer(tmp_path: Path) -> None:
+    path = tiny_model(str(tmp_path))
+    words = Tokenizer(WordLevel({f"w{word}": word for word in range(VOCABULARY)}, unk_token="w0"))
+    PreTrainedTokenizerFast(tokenizer_object=words, pad_token="w0", eos_token="w1").save_pretrained(path)
+    example = runpy.run_path(str(ROOT / "examples" / "skyrl_sft.py"))
+    *expected, _ = finetune(SFTTrainer, path, PolicyActor)
+    *losses, recoveries = finetune(example["Trainer"], path, adaptive(PolicyActor, memory_limit="450KiB"))
+    assert recoveries > 0
+    assert losses == pytest.approx(expected, rel=1e-6)

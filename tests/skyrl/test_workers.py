@@ -16,6 +16,7 @@ import pytest
 
 pytest.importorskip("skyrl")
 
+import skyrl.backends.skyrl_train.workers.worker as skyrl_worker
 import torch
 import torch.distributed as dist
 from skyrl.backends.skyrl_train.training_batch import TrainingInputBatch
@@ -24,7 +25,7 @@ from skyrl.train.config import SkyRLTrainConfig
 
 from tests.fault_injection import FaultInjector
 from tests.ranks import run_on_ranks
-from tests.skyrl.sweeps import CASES, ENTROPY, Case, Swept, pair, relative, run, same, sweep_all
+from tests.skyrl.sweeps import CASES, Case, Swept, pair, relative, run, same, sweep_all
 from tests.skyrl.workers import IMAGE, KINDS, PROMPT, batch, gradients, use_cpus
 from torchtune_adaptive.engine.limits import RowLimit
 from torchtune_adaptive.engine.meter import MemoryMeter
@@ -78,10 +79,13 @@ def _two_batches_before_an_update() -> float:
     difference = 0.0
     for case in (CASES["policy"], CASES["critic"]):
         stock, ours = pair(case)
-        run(ours, case)
         for made in (stock, ours):
             run(made, case)
-        with FaultInjector(ours.passes.runners["forward_backward"]).fail_at(rank=1, step=3, operation=50):
+            made.forward_backward(batch(seed=8))
+        assert all(map(torch.equal, gradients(ours), gradients(stock)))
+        for made in (stock, ours):
+            run(made, case)
+        with FaultInjector(ours.passes.runners["forward_backward"]).fail_at(rank=1, step=4, operation=50):
             for made in (stock, ours):
                 made.forward_backward(batch(seed=8))
         assert ours.passes.runners["forward_backward"].recoveries == 1
@@ -113,27 +117,22 @@ def _memory_of_two_passes() -> tuple[list[int | None], int]:
     return [each and id(each) for each in known], id(memory)
 
 
-def test_entropy_bonus_is_exact_in_parts_and_reported_if_parts_span_several_microbatches() -> None:
-    [(difference, reports)] = on_ranks(1, _entropy_of_parts)
-    assert difference < 1e-6
-    assert [report.count("use_entropy_loss") for report in reports] == [1]
+@pytest.mark.parametrize("name", ["policy, entropy bonus", "policy, entropy bonus by tokens", "critic, 3 of 8 rows"])
+def test_losses_that_depend_on_microbatches_are_exact_after_an_error(name: str) -> None:
+    assert max(on_ranks(2, _smaller_microbatches, CASES[name])) < 1e-6
 
 
-def _entropy_of_parts() -> tuple[float, list[str]]:
-    reports = logs()
-    case = Case("policy", overrides=ENTROPY)
+def _smaller_microbatches(case: Case) -> float:
     stock, ours = pair(case)
-    run(ours, case)
-    runner, expected = ours.passes.runners["forward_backward"], run(stock, case)
-    with FaultInjector(runner).fail_at(rank=0, step=2, operation=50):
-        exact = relative(run(ours, case).gradients, expected.gradients)
-    assert runner.recoveries == 1
-    assert reports == []
-    state = runner.state_dict()
-    for size in (3, 3):  # 8 rows in microbatches of 3, 3 and 2, although 4 and 4 are configured
-        runner.load_state_dict({**state, "size": size})
-        run(ours, case)
-    return exact, reports
+    data = batch(seed=2 + dist.get_rank())
+    expected, _ = run(stock, case, data), run(ours, case, data)
+    runner = ours.passes.runners["forward_backward"]
+    state, size, difference = runner.state_dict(), runner.limit.size, 0.0
+    for divisor in (1.4, 2, 10):  # some sizes do not divide the configured microbatch
+        runner.load_state_dict({**state, "size": max(1, int(size / divisor))})
+        difference = max(difference, relative(run(ours, case, data).gradients, expected.gradients))
+        assert len(ours.passes.plan) > expected.metrics.get("num_microbatches", 2)
+    return difference
 
 
 def test_losses_that_select_tokens_of_a_microbatch_are_reported() -> None:
@@ -154,20 +153,47 @@ def _selecting_loss() -> list[str]:
     return reports
 
 
-def test_ranks_with_different_numbers_of_microbatches_train_on_all_rows() -> None:
-    assert max(on_ranks(2, _different_numbers)) < 1e-6
+@pytest.mark.parametrize("name", ["policy, entropy bonus by tokens", "critic, by tokens", "policy forward, by tokens"])
+def test_ranks_with_different_numbers_of_microbatches_equal_skyrls(name: str) -> None:
+    assert all(on_ranks(2, _different_numbers, CASES[name]))
 
 
-def _different_numbers() -> float:
-    case = CASES["policy, by tokens"]
+def _different_numbers(case: Case) -> bool:
     stock, ours = pair(case)
     data = batch(seed=2 + dist.get_rank())  # other lengths on each rank
-    outputs = [made.forward_backward(data) for made in (ours, stock)]
-    counts = torch.tensor([outputs[1].metrics["num_padding_microbatches"]])
-    dist.all_reduce(counts)
-    assert counts.item() > 0  # SkyRL adds microbatches of padding on one rank
-    assert outputs[0].loss_fn_outputs == outputs[1].loss_fn_outputs
-    return relative(gradients(ours), gradients(stock))
+    expected, ran = run(stock, case, data), run(ours, case, data)
+    padding = torch.tensor([float(() in ours.passes.plan)])
+    dist.all_reduce(padding)
+    assert padding.item() == 1, "SkyRL adds microbatches of padding on one rank"
+    return same(ran, expected)
+
+
+def test_out_of_memory_after_the_microbatches_is_recovered_on_all_ranks() -> None:
+    assert max(on_ranks(2, _after_the_microbatches)) < 1e-6
+
+
+def _after_the_microbatches() -> float:
+    stock, ours = pair(CASES["policy"])
+    reduce, fails = skyrl_worker.reduce_metrics, iter([dist.get_rank() == 1])
+
+    def reduce_metrics(*args: Any, **kwargs: Any) -> Any:
+        if next(fails, False):
+            raise torch.OutOfMemoryError("injected")
+        return reduce(*args, **kwargs)
+
+    expected = run(stock, CASES["policy"])
+    with mock.patch.object(skyrl_worker, "reduce_metrics", reduce_metrics):
+        ran = run(ours, CASES["policy"])
+    assert ran.metrics["oom_recoveries"] == 1
+    return relative(ran.gradients, expected.gradients)
+
+
+def test_an_empty_batch_does_what_skyrl_does() -> None:
+    assert on_ranks(2, _empty_batch) == [[True] * 2] * 2
+
+
+def _empty_batch() -> list[bool]:
+    return [same(*(run(made, case, batch(0)) for made in pair(case))) for case in (CASES["policy"], CASES["critic"])]
 
 
 def test_rows_longer_than_the_budget_run_alone() -> None:
@@ -215,6 +241,7 @@ def _search(kind: str) -> int:
     runner = ours.passes.runners["forward_backward"]
     ours.forward_backward(longest)
     assert runner.recoveries == 0
+    ours.passes._limits["forward_backward"] = RowLimit(2 * rows + 8)
     runner.use_limit(RowLimit(2 * rows + 8))
     ours.forward_backward(longest)
     assert runner.recoveries > 0
@@ -321,6 +348,7 @@ def test_adaptive_refuses_other_classes_and_unknown_arguments() -> None:
         adaptive(KINDS["policy"], max_prompt_length="12")
     made = adaptive(KINDS["policy"], regrow_after=5)
     assert adaptive(KINDS["policy"], regrow_after=5) is made
+    assert adaptive(KINDS["policy"], {"regrow_after": 5}) is made
     assert adaptive(made, recover_from_oom=False).arguments.regrow_after == 5
 
 

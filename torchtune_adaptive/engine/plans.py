@@ -56,6 +56,10 @@ class SampleKind(Generic[Sample]):
         row_lengths = None if self.row_lengths_of is None else [*map(self.row_lengths_of, samples)]
         return load_of(plan, lengths, padded=self.padded, row_lengths=row_lengths, cost=self.cost_of)
 
+    def spread(self, plan: Plan, lengths: Sequence[int], limit: Limit, microbatches: int) -> Plan:
+        """Return a plan with the number of microbatches on which the ranks have agreed."""
+        return spread(plan, lengths, limit, microbatches, padded=self.padded)
+
 
 def plan_step(lengths: Sequence[int], limit: Limit, *, padded: bool = True) -> Plan:
     """Return a plan with as few microbatches as possible. A sample that exceeds the limit gets its own microbatch.

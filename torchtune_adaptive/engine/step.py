@@ -34,7 +34,7 @@ from torchtune_adaptive.engine.limit_policy import EXHAUSTED, RECOVERY, Change, 
 from torchtune_adaptive.engine.limits import Limit, MicrobatchSize
 from torchtune_adaptive.engine.memory import Gauge, MemorySource
 from torchtune_adaptive.engine.oom import clear_frames, fatal_on_oom, is_oom, release_memory
-from torchtune_adaptive.engine.plans import Plan, Sample, SampleKind, spread
+from torchtune_adaptive.engine.plans import Plan, Sample, SampleKind
 from torchtune_adaptive.engine.ranks import explaining_failures, rank, world_size
 from torchtune_adaptive.engine.recovery import Recovery, has_gradients
 from torchtune_adaptive.engine.results import (
@@ -112,6 +112,10 @@ class StepRunner(Generic[Sample]):
             step, if the latest step left room for the gradients of the whole model, or if memory is not measured.
             After an out-of-memory error in such a step, every microbatch reduces gradients.
         on_attempt: called before each attempt of `run`, with the step and the plan. It may communicate.
+        adds_gradients: let `run` add to gradients from before the step. `on_attempt` must then restore them, because a
+            failed attempt drops all gradients. Only for models that are sharded by FSDP2.
+        finish: called after the last microbatch of each attempt of `run`. It must not communicate. If memory runs out
+            in it, the step is repeated.
     """
 
     def __init__(
@@ -125,10 +129,12 @@ class StepRunner(Generic[Sample]):
         stage: str = "",
         reduce_once: bool = False,
         on_attempt: Callable[[int, Plan], object] = lambda *_: None,
+        adds_gradients: bool = False,
+        finish: Callable[[], object] = lambda: None,
     ) -> None:
         """Collective, because it creates a Recovery."""
-        self.model, self.kind, self.stage, self.on_attempt = model, kind, stage, on_attempt
-        self.recovery = recovery or Recovery(model)
+        self.model, self.kind, self.stage, self.on_attempt, self._finish = model, kind, stage, on_attempt, finish
+        self._adds_gradients, self.recovery = adds_gradients, recovery or Recovery(model)
         self.recovery.add_stage(stage, model)
         self.recovers = self.recovery.enabled
         """True if the limit may grow, and searches may exceed the memory limit, because an out-of-memory error would be
@@ -193,9 +199,9 @@ class StepRunner(Generic[Sample]):
     def run(self, samples: Sequence[Sample], *, step: int, upcoming: Sequence[Sample] | None = None) -> StepResult:
         """Collective: run forward and backward over all samples; repeat both until no rank runs out of memory.
 
-        Gradients must be None when it begins. When it returns, they are complete and not scaled. `step` must be equal
-        on all ranks. Pass a new number for each step, so that ranks that run different steps are detected. `upcoming`
-        are this rank's samples of the next call, if they are known.
+        Gradients must be None when it begins, except with `adds_gradients`. When it returns, they are complete and not
+        scaled. `step` must be equal on all ranks. Pass a new number for each step, so that ranks that run different
+        steps are detected. `upcoming` are this rank's samples of the next call, if they are known.
         Under a limit by length, the ranks must agree on a number of microbatches. With `upcoming`, the agreement at the
         end of this step includes that number for the next step, so the next call needs no separate agreement.
 
@@ -254,7 +260,7 @@ class StepRunner(Generic[Sample]):
         if self.trains is None and self._is_whole != fsdp.is_whole(self.model):
             raise ValueError("the model was sharded after its StepRunner was created: shard it first")
         parameters = [*self.model.parameters()]
-        if any(each.grad is not None for each in parameters):
+        if not self._adds_gradients and any(each.grad is not None for each in parameters):
             raise ValueError(
                 "parameters have gradients from before this step, which would be added to those of the step; "
                 "call optimizer.zero_grad(set_to_none=True) after every optimizer.step()"
@@ -282,7 +288,7 @@ class StepRunner(Generic[Sample]):
             self._equal_steps.check(waits=True)
             needs = gather_reports(self.recovery.agreement, AttemptReport(upcoming_microbatches=len(plan)))
             microbatches = needs.upcoming_microbatches
-        return spread(plan, lengths, limit, microbatches, padded=self.kind.padded)
+        return self.kind.spread(plan, lengths, limit, microbatches)
 
     def _plan_upcoming(self, upcoming: Sequence[Sample] | None) -> _NextPlan | None:
         """Return a plan of the next step in the fewest microbatches.
@@ -311,8 +317,8 @@ class StepRunner(Generic[Sample]):
                 self._buckets.begin()
             for number, microbatch in enumerate(microbatches):
                 target_tokens = totals.target_tokens if totals else 0
-                reduces = self._reduces_in_attempt and number == len(microbatches) - 1
-                totals = self._run_microbatch(number, microbatch, totals, self._buckets if reduces else None)
+                is_last = number == len(microbatches) - 1
+                totals = self._run_microbatch(number, microbatch, totals, is_last=is_last)
                 if totals is None:
                     self._drain(microbatches, samples[0])
                     return number
@@ -335,16 +341,18 @@ class StepRunner(Generic[Sample]):
         return self._buckets is not None and bool(self.trains) and self._ledger.only_whole_models
 
     def _run_microbatch(
-        self, number: int, microbatch: Sequence[Sample], totals: Totals | None, buckets: GradientBuckets | None
+        self, number: int, microbatch: Sequence[Sample], totals: Totals | None, *, is_last: bool
     ) -> Totals | None:
-        """Collective: run a microbatch and add it to the totals. Return None if memory runs out. If there are buckets,
-        reduce gradients."""
+        """Collective: run a microbatch and add it to the totals. Return None if memory runs out."""
+        buckets = self._buckets if is_last and self._reduces_in_attempt else None
         try:
             self._ledger.begin_microbatch(number)
             # if other code communicates in the backward, too, the order of collectives could differ between ranks
             reducing = buckets.reducing(overlaps=not self._ledger.outside_fsdp.most) if buckets else nullcontext()
             with self.context_for("microbatch"), self._ledger.listening(), reducing:
                 added = Totals.of(self._forward_backward(microbatch))
+                if is_last and self.current_step is not None:
+                    self._finish()
             self._ledger.end_microbatch()
             return added if totals is None else totals.plus(added)
         except Exception as error:

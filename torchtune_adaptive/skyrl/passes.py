@@ -6,7 +6,6 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from fractions import Fraction
 from functools import partial
 from typing import Any
 
@@ -38,7 +37,7 @@ ROW_KEYS = {TRAIN: "micro_train_batch_size_per_gpu", FORWARD: "micro_forward_bat
 ROW_KEYS[WITH_LOSS] = ROW_KEYS[FORWARD]
 """The key of SkyRL's config that limits the rows of a microbatch, by stage."""
 FILLER = -1
-"""In place of the index of a row: the first row of the batch, without targets."""
+"""In place of the index of a row: padding."""
 SELECT_TOKENS = ("clip_cov", "kl_cov")
 """Values of `policy_loss_type` whose losses select some tokens of a microbatch."""
 
@@ -47,11 +46,23 @@ SELECT_TOKENS = ("clip_cov", "kl_cov")
 class RowKind(SampleKind[int]):
     """The rows of a batch. Under a limit by tokens without padding, SkyRL's own packer plans the microbatches."""
 
+    wholes: Callable[[], Plan]
+    """Returns the microbatches of which all others must be parts; none if microbatches may have any rows."""
+
     def plan(self, lengths: Sequence[int], limit: Limit) -> Plan:
-        """Return SkyRL's microbatches under this limit."""
+        """Return SkyRL's microbatches under this limit, or of each whole."""
+        wholes = self.wholes() or (tuple(range(len(lengths))),)
+        parts = ((rows, part) for rows in wholes for part in self._pack([lengths[row] for row in rows], limit))
+        return tuple(tuple(rows[index] for index in part) for rows, part in parts)
+
+    def _pack(self, lengths: list[int], limit: Limit) -> Plan:
         if self.padded or not limit.by_length:
             return super().plan(lengths, limit)
-        return tuple(map(tuple, make_seq_packer("balanced", bin_capacity=limit.size).pack(list(lengths))))
+        return tuple(map(tuple, make_seq_packer("balanced", bin_capacity=limit.size).pack(lengths)))
+
+    def spread(self, plan: Plan, lengths: Sequence[int], limit: Limit, microbatches: int) -> Plan:
+        """Add microbatches of padding, as SkyRL does."""
+        return (*plan, *[()] * (microbatches - len(plan)))
 
 
 class CompletedBatches(TokenBasedBatchIterator):
@@ -64,9 +75,11 @@ class CompletedBatches(TokenBasedBatchIterator):
         self._token_counts = range(len(data))
 
     def of_rows(self, rows: Sequence[int]) -> TrainingInputBatch:
-        """Return a microbatch of these rows, or of a filler."""
+        """Return a microbatch of these rows, or of a filler. SkyRL's has no images, which all ranks must have."""
         if rows[0] != FILLER:
             return self._create_microbatch_from_indices(rows)
+        if self.data.get("pixel_values") is None:
+            return self._create_padding_microbatch()
         batch = self._create_microbatch_from_indices([0])
         for name in {"loss_mask", "advantages"} & batch.keys():
             batch[name] = torch.zeros_like(batch[name])
@@ -101,7 +114,9 @@ class WorkerPasses:
         """The limit of each stage before any recovery."""
         self._memory: MemorySource | None = None
         """That of the latest batch."""
-        self.calls, self._warnings = 0, set[str]()
+        self.calls, self._warned = 0, False
+        self._earlier: list[tuple[Tensor, Tensor]] = []
+        """Parameters, and the gradients of earlier batches, on the host."""
         self.plan: Plan = ()
         """The rows of each microbatch in the latest attempt."""
         if isinstance(arguments.token_budget, int):
@@ -111,11 +126,17 @@ class WorkerPasses:
         """Collective: run the microbatches of a batch by SkyRL's method called `name`. Then call SkyRL's `method` for
         the whole batch, which gets their results."""
         run_micro, memory_limit = getattr(self._worker, name), self._arguments.memory_limit
+        if not len(data):
+            return method(data, *args, **kwargs)
         self._run_micro = lambda *inputs: run_micro(*inputs, *args, **kwargs)
+        self._combine = partial(self._combine_results, name, partial(method, data, *args, **kwargs))
+        # a method of the user may communicate, so it must not run inside an attempt
+        self._combines_inside = method.__module__.startswith("skyrl.")
         self._loss = (args[0] if args else kwargs.get("loss_fn")) or self._cfg.algorithm.policy_loss_type
         budget = None if memory_limit is None else parse_size(memory_limit, "memory_limit")
         resident, device = resident_tensors(self._model, self._optimizers), torch.device(torch.cuda.current_device())
-        with self._keeping_gradients(), memory_within(budget, device, resident, self._memory) as memory:
+        gradients = self._adding_gradients() if stage == TRAIN else self._without_gradients()
+        with gradients, memory_within(budget, device, resident, self._memory) as memory:
             self._memory = memory
             if stage not in self._limits:  # also after a failed search
                 self._limits[stage] = self._create_runner(stage, data, memory)
@@ -124,20 +145,40 @@ class WorkerPasses:
             self._begin(stage, data, self._limits[stage])
             self.calls += 1
             runner.run(range(len(data)), step=self.calls)
-        completed, results = CompletedBatches(data, self.plan), iter(self._results)
-        iterators = dict.fromkeys(("get_microbatch_iterator", "BatchIterator"), lambda *_, **__: completed)
-        with (
-            override_attributes(skyrl_worker, **iterators),
-            override_attributes(self._worker, **{name: lambda *_, **__: next(results)}),
-        ):
-            output = method(data, *args, **kwargs)
-        assert not [*results], "SkyRL's method must use the results of all microbatches"
+        if not self._combines_inside:
+            self._combine()
+        output, reduce_metrics = self._output
+        output.metrics.update(reduce_metrics(output.metrics))
         if self._counts_microbatches:  # optim_step divides gradients by this number
-            self._worker._micro_batches_accumulated += len(self._configured) - len(completed)
+            self._worker._micro_batches_accumulated += len(self._configured)
         if stage == TRAIN:
             limit = runner.limit
             output.metrics.update({"oom_recoveries": runner.recoveries, f"microbatch_{limit.unit}": limit.size})
         return output
+
+    def _combine_results(self, name: str, method: Callable[[], Any]) -> None:
+        """Let SkyRL's method combine the results of the microbatches, except for the reduction over ranks, in which
+        peers would wait for a rank that has run out of memory."""
+        completed, results = CompletedBatches(self._batches.data, self.plan), iter(self._results)
+        iterators = dict.fromkeys(("get_microbatch_iterator", "BatchIterator"), lambda *_, **__: completed)
+        reductions: list[Callable[[Any], Any]] = []
+        reduce_metrics = skyrl_worker.all_reduce_metrics
+
+        def reduce_later(metrics: Any, *args: Any, **kwargs: Any) -> Any:
+            reductions.append(lambda metrics: reduce_metrics(metrics, *args, **kwargs))
+            return metrics
+
+        later = {"all_reduce_metrics": reduce_later} if self._combines_inside else {}
+        of_worker: dict[str, Any] = {name: lambda *_, **__: next(results)}
+        if self._is_critic:  # which counts the microbatches
+            of_worker["_micro_batches_accumulated"] = 0
+        with (
+            override_attributes(skyrl_worker, **iterators, **later),
+            override_attributes(self._worker, **of_worker),
+        ):
+            output = method()
+        assert not [*results], "SkyRL's method must use the results of all microbatches"
+        self._output = output, reductions[0] if reductions else dict
 
     def _create_runner(self, stage: str, data: TrainingInputBatch, memory: MemorySource | None) -> Limit:
         """Collective: create the runner of a stage. If configured, search for its limit, which is returned."""
@@ -148,12 +189,15 @@ class WorkerPasses:
             filler=lambda _: FILLER,
             # SkyRL's key counts tokens without padding, although all rows of a batch are padded to the same length
             padded=not (cfg.remove_microbatch_padding or (counts_tokens and budget is None)),
+            wholes=lambda: self._wholes,
         )
         limit: Limit = RowLimit(getattr(cfg, ROW_KEYS[stage]))
         if counts_tokens and budget != "auto":
             limit = TokenLimit(cfg.max_tokens_per_microbatch)
         options: dict[str, Any] = {"limit": limit, "recovery": self._recovery, "stage": stage}
         options["on_attempt"] = partial(self._begin_attempt, stage)
+        options["adds_gradients"] = stage == TRAIN
+        options["finish"] = lambda: self._combine() if self._combines_inside else None
         if stage not in self.runners:
             self.runners[stage] = StepRunner(self._model, self._run_microbatch, kind=kind, **options)
         if self._arguments.searches:
@@ -168,42 +212,35 @@ class WorkerPasses:
         self._lengths = data["attention_mask"].sum(1).tolist()
         if kind.padded:
             self._lengths = [data["sequences"].shape[1]] * len(data)
+        self._wholes: Plan = ()
         self._configured = kind.plan(self._lengths, limit)
-        by_rows = self._cfg.max_tokens_per_microbatch <= 0
+        by_rows, trains_policy = self._cfg.max_tokens_per_microbatch <= 0, stage == TRAIN and not self._is_critic
         self._counts_microbatches = stage == TRAIN and self._is_critic and by_rows
-        self._shares: dict[int, Fraction] = {}
-        has_entropy = self._cfg.algorithm.use_entropy_loss and self._loss != "cross_entropy"
-        if stage == TRAIN and not self._is_critic and has_entropy:
-            targets = [Fraction(count) for count in data["loss_mask"].sum(1).tolist()]
-            for rows in self._configured:
-                total = sum(targets[row] for row in rows) or 1
-                self._shares |= {row: targets[row] * len(rows) / total for row in rows}
+        self._has_entropy = trains_policy and self._cfg.algorithm.use_entropy_loss and self._loss != "cross_entropy"
+        self._targets = data["loss_mask"].sum(1).tolist() if self._has_entropy else []
+        if self._counts_microbatches or self._has_entropy:  # the loss of a row depends on its microbatch
+            self._wholes = self._configured
 
     def _begin_attempt(self, stage: str, step: int, plan: Plan) -> None:
-        """Discard the results of a failed attempt. Warn once about losses that do not add up over this plan."""
+        """Discard the results of a failed attempt. Warn once about losses that select tokens of a microbatch."""
         self.plan, self._results = plan, []
-        warnings = set[str]()
-        split = [{*rows} for rows in plan if rows not in self._configured]
-        if self._shares and not all(any(rows <= {*whole} for whole in self._configured) for rows in split):
-            warnings.add(
-                "trainer.algorithm.use_entropy_loss=true: the entropy bonus is a mean over the tokens of a microbatch; "
-                "after a recovery, some microbatches have rows of several configured ones, so weights of tokens differ"
-            )
-        if split and stage == TRAIN and not self._is_critic and self._loss in SELECT_TOKENS:
-            warnings.add(
-                f"the loss {self._loss} (trainer.algorithm.policy_loss_type) selects tokens of a microbatch, so a step "
-                "that is repeated in smaller microbatches trains on other tokens"
-            )
-        for warning in warnings - self._warnings if rank() == 0 else ():
-            logger.warning("%s", warning)
-        self._warnings |= warnings
+        self._restore_gradients()
+        split = any(rows and rows not in self._configured for rows in plan)
+        if split and self._loss in SELECT_TOKENS and stage == TRAIN and not (self._is_critic or self._warned):
+            self._warned = True
+            if rank() == 0:
+                logger.warning(
+                    "the loss %s (trainer.algorithm.policy_loss_type) selects tokens of a microbatch, so a step that "
+                    "is repeated in smaller microbatches trains on other tokens",
+                    self._loss,
+                )
 
     def _run_microbatch(self, rows: Sequence[int]) -> Totals:
         """Run one microbatch by SkyRL's method, and keep its result."""
         batch, whole = self._batches.of_rows(rows), self._batches.data
         weight = len(batch) / len(whole)
         if self._counts_microbatches:  # the sum over microbatches is divided by their configured number
-            weight = len(batch) * len(self._configured) / len(whole)
+            weight = len(batch) / len(self._whole_of(rows))
         inputs = batch if self._stage == FORWARD else BaseBatchIterator.batch_to_experience(batch)
         with self._entropy_in_proportion(rows):
             result = self._run_micro(inputs, weight) if self._stage == TRAIN else self._run_micro(inputs)
@@ -212,27 +249,54 @@ class WorkerPasses:
         self._results.append(result)
         return Totals(torch.zeros(()), 0 if rows[0] == FILLER else len(rows))
 
+    def _whole_of(self, rows: Sequence[int]) -> Sequence[int]:
+        """Return the rows of the configured microbatch of which these rows are a part."""
+        return next((whole for whole in self._configured if rows[0] in whole), rows)
+
     def _entropy_in_proportion(self, rows: Sequence[int]) -> AbstractContextManager[None]:
         """Scale the entropy bonus, which SkyRL weights by rows, so that it adds up over parts of a microbatch."""
-        if not self._shares or rows[0] == FILLER:
+        whole = self._whole_of(rows)
+        if not self._has_entropy or len(whole) == len(rows):
             return nullcontext()
         algorithm = self._cfg.algorithm
-        factor = float(sum(self._shares[row] for row in rows) / len(rows))
+        targets, of_whole = (sum(self._targets[row] for row in each) for each in (rows, whole))
+        factor = targets / (of_whole or 1) * len(whole) / len(rows)
         return override_attributes(algorithm, entropy_loss_coef=algorithm.entropy_loss_coef * factor)
 
     @contextmanager
-    def _keeping_gradients(self) -> Iterator[None]:
-        """Set the gradients of earlier batches aside, and add them at the end. After an error, only these are left."""
+    def _adding_gradients(self) -> Iterator[None]:
+        """Add to the gradients of earlier batches, as SkyRL does. Copies on the host restore them after an error."""
+        with_gradients = (each for each in self._model.parameters() if each.grad is not None)
+        if self._recovery.enabled:
+            self._earlier = [(each, _local(each.grad).to("cpu", copy=True)) for each in with_gradients]
+        try:
+            yield
+        except BaseException:
+            if self._recovery.enabled:
+                self._model.zero_grad(set_to_none=True)
+                self._restore_gradients()
+            raise
+        finally:
+            self._earlier = []
+
+    def _restore_gradients(self) -> None:
+        """Restore the gradients of earlier batches, if they have been dropped."""
+        for parameter, gradient in self._earlier:
+            if parameter.grad is None:
+                parameter.grad = torch.empty_like(parameter)
+                _local(parameter.grad).copy_(gradient)
+
+    @contextmanager
+    def _without_gradients(self) -> Iterator[None]:
+        """Within the context, set the gradients of earlier batches aside."""
         kept = [(each, each.grad) for each in self._model.parameters() if each.grad is not None]
         self._model.zero_grad(set_to_none=True)
         try:
             yield
-        except BaseException:
-            self._model.zero_grad(set_to_none=True)
-            raise
         finally:
+            self._model.zero_grad(set_to_none=True)
             for parameter, gradient in kept:
-                parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
+                parameter.grad = gradient
 
     def _search(self, stage: str, data: Any, memory: MemorySource | None, *, by_tokens: bool) -> Limit:
         """Collective: search for the largest microbatch of the longest sequences, and return its limit."""
@@ -243,7 +307,8 @@ class WorkerPasses:
         self._begin(stage, longest, runner.limit)
         update = (lambda _: optimizers[0].step()) if optimizers else None
         step = TrainingStep(runner=runner, sample=0, update=update, optimizers=optimizers)
-        found = find_max_batch_size(step, memory=memory, whole_step_rows=rows, max_rows=rows)
+        with self._without_gradients():
+            found = find_max_batch_size(step, memory=memory, whole_step_rows=rows, max_rows=rows)
         limit: Limit = TokenLimit(int(found.unrounded_rows * step.length)) if by_tokens else RowLimit(found.rows)
         key = "max_tokens_per_microbatch" if by_tokens else ROW_KEYS[stage]
         setattr(self._cfg, key, limit.size)
@@ -277,3 +342,9 @@ def longest_row(data: TrainingInputBatch, arguments: Any, *, padded: bool) -> Tr
     longest["attention_mask"][:, : int(padded)] = 0
     longest.metadata = {**data.metadata, "response_length": answer + after}
     return longest
+
+
+def _local(tensor: Any) -> Tensor:
+    """Return this rank's part of a tensor."""
+    part: Tensor = getattr(tensor, "_local_tensor", tensor)
+    return part.detach()

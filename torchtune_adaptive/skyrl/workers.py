@@ -1,12 +1,13 @@
 """Adaptive workers for SkyRL.
 
-A method of SkyRL's workers splits a batch, runs each microbatch and combines their results. An adaptive worker first
-runs the microbatches with a StepRunner, until no rank runs out of memory. SkyRL's own method runs each of them. Then
-SkyRL's method for the batch gets these results, restores the order of the rows and reduces the metrics.
+A method of SkyRL's workers splits a batch, runs each microbatch and combines their results. An adaptive worker runs the
+microbatches with a StepRunner, until no rank runs out of memory. SkyRL's own method runs each of them. With the last
+one, SkyRL's method for the batch gets these results and restores the order of the rows. Then metrics are reduced.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -85,10 +86,10 @@ class AdaptiveWorker(Worker):
             raise
 
 
-def adaptive(worker_class: Any, **arguments: Any) -> Any:
+def adaptive(worker_class: Any, settings: Mapping[str, Any] | None = None, /, **arguments: Any) -> Any:
     """Return an adaptive subclass of one of SkyRL's FSDP workers, for example of `PolicyWorker`.
 
-    If the class is a Ray actor, the result is one, too. `arguments` are fields of SkyRLArguments.
+    If the class is a Ray actor, the result is one, too. `settings` and `arguments` are fields of SkyRLArguments.
     """
     actor = getattr(worker_class, "__ray_metadata__", None)
     base = worker_class if actor is None else actor.modified_class.__mro__[1]
@@ -97,7 +98,7 @@ def adaptive(worker_class: Any, **arguments: Any) -> Any:
         raise TypeError(
             f"adaptive() got {worker_class!r}: pass a PolicyWorker, CriticWorker or RefWorker of SkyRL's FSDP"
         )
-    made = _adaptive(base, getattr(base, "arguments", SkyRLArguments()).changed(**arguments))
+    made = _adaptive(base, getattr(base, "arguments", SkyRLArguments()).changed(**{**(settings or {}), **arguments}))
     options = getattr(worker_class, "_default_options", None)
     if actor is None:
         return made
