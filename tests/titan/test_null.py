@@ -31,7 +31,7 @@ def test_ranks_issue_equal_calls_of_nccl_without_deadlock_when_one_runs_out_of_m
         found = on_null(record_on_rank, *arguments, ranks=CASES[name].ranks, in_group=False, timeout_s=120)
     assert {*found} == {("ProcessGroupNCCL2", PLACES)}
     report = Replay(tmp_path)
-    assert report.calls > 500
+    assert report.calls > 300
     assert problems_in(report) == []
 
 
