@@ -25,6 +25,8 @@ from gpu_rehearsal.ci.cases import run_cases
 from gpu_rehearsal.device import MAX_DEVICES
 from gpu_rehearsal.errors import ConfigError, NullCudaError
 from gpu_rehearsal.gpus import GPUS, gpu_named
+from gpu_rehearsal.hangs.dumps import read_dumps
+from gpu_rehearsal.hangs.explain import as_lines, verdict
 from gpu_rehearsal.interface import GPU, STEPS, rehearse
 from gpu_rehearsal.report.verdict import Outcome
 from gpu_rehearsal.sweep import as_table, compare, range_in
@@ -121,6 +123,10 @@ def parser_of_command() -> argparse.ArgumentParser:
         "--without-data", action="store_true", default=None,
         help="replace a recipe's weights, tokenizer and data; samples have the length that a search measures",
     )  # fmt: skip
+    parser.add_argument(
+        "--dumps", metavar="PATH",
+        help="find the hang in dumps of NCCL's flight recorder: their folder, or the prefix of their names",
+    )  # fmt: skip
     parser.add_argument("--cases", metavar="FILE", help="rehearse the commands of this TOML file (docs/ci.md)")
     parser.add_argument("--jobs", type=_count, default=1, metavar="N", help="cases in parallel")
     parser.add_argument("--update-peaks", action="store_true", help="record the peaks of the cases")
@@ -135,6 +141,17 @@ def run(options: argparse.Namespace) -> int:
     given: dict[str, Any] = {name: value for name in OPTIONS if (value := getattr(options, name)) is not None}
     given["fixed"] = dict(options.fixed)
     _refuse_other_options(options)
+    if options.dumps:
+        ranks, calls, hang = read_dumps(options.dumps)
+        text = (
+            [verdict(hang), "", *as_lines(hang)] if hang else [f"{calls:,} calls of {ranks} ranks compared: all agree"]
+        )
+        print(
+            json.dumps({"calls": calls, "hang": hang or None}, indent=2)
+            if options.format == "json"
+            else "\n".join(text)
+        )
+        return HANGS if hang else 0
     if options.cases:
         as_json = options.format == "json"
         return run_cases(Path(options.cases), options.jobs, options.update_peaks, as_json=as_json)

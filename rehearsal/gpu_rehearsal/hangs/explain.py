@@ -224,7 +224,9 @@ def _choices(replay: Replay, call: NcclCall, other: NcclCall | None, rank: str) 
 def _decision(replay: Replay, choices: Sequence[tuple[NcclCall, str, list[_Block]]]) -> str:
     """Return the cause if a single condition can have separated the ranks: the one that depends on the rank."""
     found = {block: (call, rank) for call, rank, blocks in reversed(choices) for block in blocks}
-    sure = [block for block in found if block.by_rank] or [*found]
+    opposite = {block.place for block in found if block.part == "orelse"}
+    sure = [block for block in found if block.part == "body" and block.place in opposite]  # the ranks are in both parts
+    sure = sure or [block for block in found if block.by_rank] or [*found]
     if len(sure) != 1 or not (sure[0].inside or sure[0].by_rank):
         return ""
     (block,) = sure

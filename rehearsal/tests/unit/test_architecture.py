@@ -18,7 +18,7 @@ ROOMS: dict[str, set[str]] = {
     "values": {"device", "hangs", "recording", "report"},
     "processes": {"device", "hangs", "recording", "report", "values"},
     # the modules of the command and the Python interface
-    ".": {"device", "processes", "report", "ci"},
+    ".": {"device", "hangs", "processes", "report", "ci"},
     "ci": {".", "report"},
 }
 """Folders that a folder may import, in addition to GROUND and itself."""
