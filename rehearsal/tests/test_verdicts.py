@@ -161,7 +161,14 @@ def test_signal_ends_background_jobs_and_processes_that_ignore_it(
 
 
 @pytest.mark.smoke
-def test_missing_launcher_is_reported() -> None:
-    end = {"allocated_bytes": 0, "reserved_bytes": 0, "flushes": 0, "error": "KeyError: 'LOCAL_RANK'", "notes": []}
+@pytest.mark.parametrize(
+    ("error", "remedy"),
+    [
+        ("KeyError: 'LOCAL_RANK'", "put torchrun before the script)"),
+        ("RuntimeError: Could not find nvcc", "VLLM_USE_FLASHINFER_SAMPLER=0)"),
+    ],
+)
+def test_error_names_its_remedy(error: str, remedy: str) -> None:
+    end = {"allocated_bytes": 0, "reserved_bytes": 0, "flushes": 0, "error": error, "notes": []}
     failed = RehearsalResult(10 * GIB, GIB, rank=0, ranks=1, status=1, end=end)
-    assert failed.verdict().endswith("put torchrun before the script)")
+    assert failed.verdict().endswith(remedy)

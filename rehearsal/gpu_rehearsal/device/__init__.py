@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -42,6 +43,7 @@ def environment(
         "LD_PRELOAD": _prepended("LD_PRELOAD", str(library)),
         "LD_LIBRARY_PATH": _prepended("LD_LIBRARY_PATH", str(library.parent)),
         "PATH": _prepended("PATH", str(library.parent)),  # has the program nvidia-smi
+        "NULL_CUDA_PYTHON": sys.executable,  # compiles stubs
         **{f"NULL_CUDA_{key}": str(value) for key, value in options.items() if value is not None},
     }
 

@@ -1,4 +1,8 @@
-"""Compile and cache the library of null devices: the C files, and stubs for the other CUDA functions of this torch."""
+"""Compile and cache the library of null devices: the C files, and stubs for the other functions of CUDA.
+
+The library has every function of CUDA's libraries that are installed beside torch, because a script may load other
+libraries that call them. Stubs for further functions are compiled when a script loads such a library (extensions.c).
+"""
 
 from __future__ import annotations
 
@@ -21,6 +25,9 @@ SOURCES = sorted(each for each in Path(__file__).parent.glob("*.[ch]") if each !
 LIBRARY = "libcuda.so.1"
 _CUDA_FUNCTIONS = re.compile(r"__cuda[A-Z]|cu[a-z]*[A-Z]|nccl[A-Z]|nvml[A-Z]|nvshmem")
 """Names of functions of CUDA and its libraries. NVRTC, a compiler, works without a GPU and has no stubs."""
+
+_REPLACED = re.compile(r"lib(cudart|cublas|cublasLt|cudnn|cufft|cusolver|cusparse|nccl)\.so")
+"""Libraries that a null device replaces, also if a script loads them by their path (extensions.c)."""
 
 _SIZES = {
     r"cusolverDn[SDCZ](geqrf|getrf|potrf)_bufferSize": (5,),
@@ -102,11 +109,43 @@ def _torch() -> tuple[Path, str, str]:
     return folder, version["__version__"], version["cuda"]
 
 
-def _compile(folder: Path, torch_folder: Path, cuda: str) -> None:
+def build_stubs() -> None:
+    """Compile stubs of functions into a library beside LIBRARY, which calls this in a process of its own.
+
+    The arguments of the process are the path of the new library and the functions.
+    """
+    path, names = Path(sys.argv[1]), {*sys.argv[2:]}
+    try:
+        with tempfile.TemporaryDirectory(prefix="unfinished-", dir=path.parents[1]) as folder:
+            source, library = Path(folder) / "stubs.c", Path(folder) / path.name
+            source.write_text(_stubs(names))
+            _link(library, *_compiler(), str(source))
+            library.rename(path)
+    except (NullCudaError, OSError) as error:
+        sys.exit(f"null device: {error}")
+
+
+_NO_COMPILER = "a null device needs a C compiler (cc and nm): install gcc or build-essential"
+
+
+def _compiler() -> list[str]:
     compiler = (os.environ.get("CC") or shutil.which("cc") or shutil.which("gcc") or "").split()
-    nm = shutil.which("nm")
-    if not compiler or not shutil.which(compiler[0]) or not nm:
-        raise NullCudaError("a null device needs a C compiler (cc and nm): install gcc or build-essential")
+    if not compiler or not shutil.which(compiler[0]):
+        raise NullCudaError(_NO_COMPILER)
+    return compiler
+
+
+def _link(library: Path, *command: str) -> None:
+    _run(
+        *command, "-shared", "-fPIC", "-O2", "-fno-builtin", "-w", "-pthread", "-fvisibility=hidden",
+        f"-I{Path(__file__).parent}", "-o", str(library), "-ldl", remedy="; set CC to a working C compiler",
+    )  # fmt: skip
+
+
+def _compile(folder: Path, torch_folder: Path, cuda: str) -> None:
+    compiler, nm = _compiler(), shutil.which("nm")
+    if not nm:
+        raise NullCudaError(_NO_COMPILER)
     major, minor = cuda.split(".")[:2]
     ask = (
         "import torch; print(*torch._C._cudnn.getCompileVersion(), *torch.cuda.nccl.version(), "
@@ -116,20 +155,21 @@ def _compile(folder: Path, torch_folder: Path, cuda: str) -> None:
     codes = ",".join(flag.removeprefix("sm_") for flag in found if re.fullmatch(r"sm_\d+", flag))
     versions = {"CUDA": f"{major}0{minor}0", "CODES": codes, **dict(zip(_VERSION_MACROS, found, strict=False))}
     (folder / "stubs.c").write_text(_stubs(_required(nm, torch_folder) - _implemented()))
-    _run(
-        *compiler, "-shared", "-fPIC", "-O1", "-fno-builtin", "-w", "-pthread", "-fvisibility=hidden",
-        *(f"-D{name}={value}" for name, value in versions.items()),
-        f"-I{Path(__file__).parent}", *(str(path) for path in SOURCES if path.suffix == ".c"), str(folder / "stubs.c"),
-        f"-Wl,-soname,{LIBRARY}", "-o", str(folder / LIBRARY), "-ldl", remedy="; set CC to a working C compiler",
+    _link(
+        folder / LIBRARY, *compiler, *(f"-D{name}={value}" for name, value in versions.items()),
+        *(str(path) for path in SOURCES if path.suffix == ".c"), str(folder / "stubs.c"), f"-Wl,-soname,{LIBRARY}",
     )  # fmt: skip
     (folder / "libnvidia-ml.so.1").symlink_to(LIBRARY)  # torch counts devices through NVML
     _run(*compiler, "-w", f"-I{PROGRAM.parent}", str(PROGRAM), str(folder / LIBRARY), "-o", str(folder / "nvidia-smi"))
 
 
 def _required(nm: str, torch_folder: Path) -> set[str]:
-    """Return the CUDA functions that torch and Triton need: undefined symbols, and those that they look up by name."""
+    """Return the functions of CUDA's libraries, and those that torch and Triton need (undefined or found by name)."""
     libraries = [str(path) for path in sorted((torch_folder / "lib").glob("lib*.so*"))]
     undefined = _run(nm, "-D", "--undefined-only", *libraries).split()
+    replaced = [str(path) for path in torch_folder.parent.glob("nvidia/*/lib/lib*.so*") if _REPLACED.match(path.name)]
+    if replaced:
+        undefined += _run(nm, "-D", "--defined-only", *replaced).split()
     by_name = (torch_folder / "lib" / "libc10_cuda.so").read_bytes().split(b"\0")
     names = {name.split("@")[0] for name in undefined} | {name.decode() for name in by_name if name.isascii()}
     triton = find_spec("triton")
@@ -160,8 +200,8 @@ def _stubs(names: set[str]) -> str:
             lines.append(f"API int {name}(void) {{ return NOT_SUPPORTED; }}")
         elif name.endswith(("String", "LastError")):
             lines.append(f'API const char *{name}(void) {{ return "not available on a null device"; }}')
-        elif re.match(r"(cublas|cudnn|cusolver|cusparse)\w*Create", name):
-            lines.append(f"API int {name}(void **out) {{ return *out = new_handle(), SUCCESS; }}")
+        elif re.match(r"(cublas|cudnn|cusolver|cusparse|cuda|cu(?=[A-Z]))\w*Create", name):
+            lines.append(f"API int {name}(void **out) {{ return *out = null_cuda_handle(), SUCCESS; }}")
         else:
             lines.append(f"API int {name}(void) {{ return {'3' if name.startswith('nvml') else 'SUCCESS'}; }}")
     return "\n".join(lines) + "\n"

@@ -60,7 +60,7 @@ API const char *cudaGetErrorString(int error) {
   case OUT_OF_MEMORY: return "out of memory";
   case INVALID_DEVICE: return "invalid device ordinal";
   case NO_ADDRESSES: return "this machine gives a null device no more addresses: is there a limit (ulimit -v)?";
-  case NOT_SUPPORTED: return "a null device has no memory shared between processes";
+  case NOT_SUPPORTED: return "a null device does not have this: memory that processes share, or an allocation of a rare kind";
   default: return "invalid argument";
   }
 }
@@ -190,3 +190,19 @@ API int nvmlDeviceGetTemperature(void *which, int sensor, unsigned *out) { retur
 API int nvmlDeviceGetPowerUsage(void *which, unsigned *out) { return *out = 100000, SUCCESS; } // mW
 API int nvmlDeviceGetGpuFabricInfoV(void *which, char *out) { return out[28] = 0, SUCCESS; } // no fabric
 API int nvmlDeviceGetComputeRunningProcesses(void *which, unsigned *count, void *out) { return *count = 0, SUCCESS; }
+// Functions that only engines of inference call.
+API int nvmlSystemGetCudaDriverVersion(int *out) { return *out = CUDA, SUCCESS; }
+API int nvmlSystemGetCudaDriverVersion_v2(int *out) { return *out = CUDA, SUCCESS; }
+API int nvmlDeviceGetCudaComputeCapability(void *which, int *major, int *minor) { return *major = card()->major, *minor = card()->minor, SUCCESS; }
+API int nvmlDeviceGetUUID(void *which, char *out, unsigned bytes) { // as nvidia_smi.c prints it
+  return snprintf(out, bytes, "GPU-%d", (int)(intptr_t)which - 1), SUCCESS;
+}
+API int nvmlDeviceGetHandleByUUID(const char *uuid, void **out) {
+  unsigned which = MAX_DEVICES;
+  sscanf(uuid, "GPU-%u", &which);
+  return nvmlDeviceGetHandleByIndex_v2(which, out);
+}
+API int nvmlDeviceGetMinorNumber(void *which, unsigned *out) { return nvmlDeviceGetIndex(which, out); }
+API int nvmlDeviceGetNumaNodeId(void *which, unsigned *out) { return *out = 0, SUCCESS; }
+API int nvmlDeviceGetP2PStatus(void *which, void *peer, int kind, int *out) { return *out = 1, SUCCESS; } // not supported
+API int nvmlDeviceGetTopologyCommonAncestor(void *which, void *peer, int *out) { return *out = 50, SUCCESS; } // the same host

@@ -4,6 +4,7 @@
 #include "null.h"
 #include <pthread.h>
 #include <stdlib.h>
+#include <string.h>
 
 enum { NOT_READY = 600 };
 enum { AHEAD = 1024 }; // how much work the host can issue before it waits for the device: the length of CUDA's queue of launches
@@ -49,6 +50,11 @@ API int cudaStreamCreateWithFlags(void **out) { return make_stream(out); }
 API int cudaStreamCreateWithPriority(void **out) { return make_stream(out); }
 API int cudaEventCreate(void **out) { return *out = calloc(1, sizeof(Event)), SUCCESS; }
 API int cudaEventCreateWithFlags(void **out) { return cudaEventCreate(out); }
+API int cuEventCreate(void **out) { return cudaEventCreate(out); }
+API int cudaIpcGetEventHandle(char *out, void *event) { return memset(out, 0, 64), SUCCESS; }
+API int cudaIpcOpenEventHandle(void **out) { return cudaEventCreate(out); } // of another process, whose work is complete
+API int cuStreamCreate(void **out) { return make_stream(out); }
+API int cuStreamCreateWithPriority(void **out) { return make_stream(out); }
 API int cudaEventDestroy(void *event) { return free(event), SUCCESS; }
 
 API int cudaEventRecord(Event *event, void *handle) {
@@ -84,6 +90,13 @@ API int cudaDeviceSynchronize(void) {
   synchronized[current_device()] = issued[current_device()];
   return record_order("device", 0, 0);
 }
+API int cuEventRecord(Event *event, void *stream) { return cudaEventRecord(event, stream); }
+API int cuEventQuery(Event *event) { return cudaEventQuery(event); }
+API int cuEventSynchronize(Event *event) { return cudaEventSynchronize(event); }
+API int cuEventDestroy_v2(void *event) { return cudaEventDestroy(event); }
+API int cuStreamWaitEvent(void *stream, Event *event, unsigned flags) { return cudaStreamWaitEvent(stream, event, flags); }
+API int cuStreamSynchronize(void *stream) { return cudaStreamSynchronize(stream); }
+API int cuCtxSynchronize(void) { return cudaDeviceSynchronize(); }
 // Every interval is one second. Autotuners repeat a kernel until its time is long enough, so they run it once.
 API int cudaEventElapsedTime(float *out, void *start, void *end) { return *out = 1000, SUCCESS; }
 

@@ -128,6 +128,37 @@ API int cudaMallocHost(void **out, size_t bytes) { return allocate(PINNED, bytes
 API int cudaMallocManaged(void **out, size_t bytes, unsigned flags) { return allocate(MANAGED, bytes, out); }
 API int cudaFreeHost(void *memory) { return cudaDeviceSynchronize(), release(memory); }
 
+// The same functions of the driver.
+API int cuMemAlloc_v2(void **out, size_t bytes) { return allocate(current_device(), bytes, out); }
+API int cuMemAllocAsync(void **out, size_t bytes, void *stream) { return allocate(current_device(), bytes, out); }
+API int cuMemAllocHost_v2(void **out, size_t bytes) { return allocate(PINNED, bytes, out); }
+API int cuMemHostAlloc(void **out, size_t bytes, unsigned flags) { return allocate(PINNED, bytes, out); }
+API int cuMemAllocManaged(void **out, size_t bytes, unsigned flags) { return allocate(MANAGED, bytes, out); }
+API int cuMemFree_v2(void *memory) { return cudaFree(memory); }
+API int cuMemFreeAsync(void *memory, void *stream) { return release(memory); }
+API int cuMemFreeHost(void *memory) { return cudaFree(memory); }
+API int cudaMallocFromPoolAsync(void **out, size_t bytes, void *pool, void *stream) { return allocate(current_device(), bytes, out); }
+
+// Memory that processes share counts in the process that has allocated it. Another process sees zeros there.
+typedef struct { size_t bytes, place, unused[6]; } SharedHandle;
+API int cudaIpcGetMemHandle(SharedHandle *out, const void *memory) {
+  int error = INVALID_VALUE;
+  pthread_mutex_lock(&lock);
+  for (Block *block = blocks; block; block = block->next)
+    if ((char *)memory >= block->start && (char *)memory < block->start + block->bytes)
+      *out = (SharedHandle){block->bytes, block->place}, error = SUCCESS;
+  pthread_mutex_unlock(&lock);
+  return note(error);
+}
+API int cudaIpcOpenMemHandle(void **out, SharedHandle handle, unsigned flags) {
+  if (!handle.bytes || handle.place >= PLACES) return note(INVALID_VALUE);
+  pthread_mutex_lock(&lock);
+  int error = add_block(handle.place, handle.bytes, 0, out);
+  pthread_mutex_unlock(&lock);
+  return note(error);
+}
+API int cudaIpcCloseMemHandle(void *memory) { return release(memory); }
+
 static int memory_info(size_t *left, size_t *total) {
   int place = current_device();
   pthread_mutex_lock(&lock);
@@ -251,10 +282,24 @@ API int cudaMemcpy2DAsync(char *to, size_t stride, const char *from, size_t thei
   for (size_t row = 0; row < rows; row++) copy(to + row * stride, from + row * their_stride, bytes);
   return SUCCESS;
 }
+API int cuMemcpy(void *to, const void *from, size_t bytes) { return cudaMemcpy(to, from, bytes, 0); }
+API int cuMemcpyAsync(void *to, const void *from, size_t bytes, void *stream) { return cudaMemcpyAsync(to, from, bytes, 0, stream); }
+#define COPIES(name) \
+  API int name(void *to, const void *from, size_t bytes) { return cudaMemcpy(to, from, bytes, 0); }
+#define COPIES_LATER(name) \
+  API int name(void *to, const void *from, size_t bytes, void *stream) { return cudaMemcpyAsync(to, from, bytes, 0, stream); }
+COPIES(cuMemcpyHtoD_v2)
+COPIES(cuMemcpyDtoH_v2)
+COPIES(cuMemcpyDtoD_v2)
+COPIES_LATER(cuMemcpyHtoDAsync_v2)
+COPIES_LATER(cuMemcpyDtoHAsync_v2)
+COPIES_LATER(cuMemcpyDtoDAsync_v2)
 API int cudaMemset(void *at, int value, size_t bytes) {
   before_release(at, bytes);
   if (value) memset(at, value, bytes);
   else clear(at, bytes);
   return SUCCESS;
 }
+API int cuMemsetD8_v2(void *at, unsigned char value, size_t bytes) { return cudaMemset(at, value, bytes); }
+API int cuMemsetD8Async(void *at, unsigned char value, size_t bytes, void *stream) { return issue_work(), cudaMemset(at, value, bytes); }
 API int cudaMemsetAsync(void *at, int value, size_t bytes, void *stream) { return issue_work(), cudaMemset(at, value, bytes); }

@@ -19,7 +19,7 @@ typedef struct {
 API const Card *card(void);
 int current_device(void);
 int note(int error); // stores an error for cudaGetLastError, and returns it
-void *new_handle(void);
+API void *null_cuda_handle(void);
 extern int null_cuda_solvers;
 size_t null_cuda_used(int place);
 int allocate(int place, size_t bytes, void **out);

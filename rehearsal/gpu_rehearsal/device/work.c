@@ -1,25 +1,50 @@
 // Work: functions of kernels and libraries succeed without doing anything. Only host functions are run, at once.
 #include "null.h"
-#include <dlfcn.h>
 #include <stdlib.h>
 #include <string.h>
 
 // Returns a handle for an opaque object: an address of 16 bytes that can be read and written. After 65,536 handles, addresses repeat.
-void *new_handle(void) {
+API void *null_cuda_handle(void) {
   static char handles[1 << 16][16];
   static unsigned count;
   return handles[__atomic_fetch_add(&count, 1, __ATOMIC_RELAXED) % (1 << 16)];
 }
 
 #define MAKES_HANDLE(name) \
-  API int name(void **out) { return *out = new_handle(), SUCCESS; }
+  API int name(void **out) { return *out = null_cuda_handle(), SUCCESS; }
 #define ANSWERS(name, type, value) \
   API int name(const void *of, type *out) { return *out = (value), SUCCESS; }
+#define SETS(name, type, value) \
+  API int name(type *out) { return *out = (value), SUCCESS; }
 #define UNSUPPORTED(name) \
   API int name(void) { return note(NOT_SUPPORTED); }
 
 MAKES_HANDLE(cudaDeviceGetDefaultMemPool)
+MAKES_HANDLE(cudaDeviceGetMemPool)
 ANSWERS(cudaStreamGetPriority, int, 0)
+// Functions of the runtime and of the driver that torch does not call, but extensions do.
+ANSWERS(cudaStreamGetDevice, int, current_device())
+ANSWERS(cudaStreamGetFlags, unsigned, 0)
+ANSWERS(cudaStreamGetId, uint64_t, (uintptr_t)of)
+ANSWERS(cuStreamGetCtx, void *, (void *)(intptr_t)(current_device() + 1))
+SETS(cudaDeviceGetLimit, size_t, 1 << 20)
+SETS(cudaDeviceGetP2PAttribute, int, 0)
+SETS(cuDeviceCanAccessPeer, int, 0)
+SETS(cudaOccupancyMaxActiveClusters, int, 16)
+SETS(cudaOccupancyAvailableDynamicSMemPerBlock, size_t, 48 << 10)
+MAKES_HANDLE(cudaGetSymbolAddress)
+MAKES_HANDLE(cudaGetFuncBySymbol)
+MAKES_HANDLE(cuLibraryLoadData)
+MAKES_HANDLE(cuLibraryLoadFromFile)
+MAKES_HANDLE(cuLibraryGetKernel)
+MAKES_HANDLE(cuLibraryGetModule)
+MAKES_HANDLE(cuKernelGetFunction)
+UNSUPPORTED(cudaGetExportTable)
+UNSUPPORTED(cudaMallocPitch)
+UNSUPPORTED(cudaMalloc3D)
+UNSUPPORTED(cudaMallocArray)
+UNSUPPORTED(cudaMalloc3DArray)
+UNSUPPORTED(cudaMallocMipmappedArray)
 API int cudaMemPoolGetAttribute(void *pool, int attribute, uint64_t *out) { return *out = 0, SUCCESS; }
 // CUDA graphs are empty. Captured operations run during the capture, with memory from the graph's pool. All streams count as captured.
 static uint64_t captures;
@@ -27,7 +52,7 @@ static int capturing;
 ANSWERS(cudaStreamIsCapturing, int, capturing)
 ANSWERS(cuStreamIsCapturing, int, capturing)
 API int cudaStreamBeginCapture(void *stream, int mode) { return captures++, capturing = 1, SUCCESS; }
-API int cudaStreamEndCapture(void *stream, void **out) { return *out = new_handle(), capturing = 0, SUCCESS; }
+API int cudaStreamEndCapture(void *stream, void **out) { return *out = null_cuda_handle(), capturing = 0, SUCCESS; }
 API int cudaStreamGetCaptureInfo(void *stream, int *status, uint64_t *id, void **graph, void **needs, void **edges, size_t *count) {
   if (id) *id = captures;
   if (graph) *graph = NULL;
@@ -43,10 +68,6 @@ API int cudaStreamAddCallback(void *stream, void (*function)(void *, int, void *
 }
 
 UNSUPPORTED(cudaStreamBeginCaptureToGraph)
-UNSUPPORTED(cudaIpcGetMemHandle)
-UNSUPPORTED(cudaIpcOpenMemHandle)
-UNSUPPORTED(cudaIpcGetEventHandle)
-UNSUPPORTED(cudaIpcOpenEventHandle)
 UNSUPPORTED(cuMemExportToShareableHandle)
 UNSUPPORTED(cuMemImportFromShareableHandle)
 // Without this function, NVRTC works without a driver. Functions of the driver do not change the error that cudaGetLastError returns.
@@ -63,7 +84,7 @@ API int __cudaPopCallConfiguration(Dim *grid, Dim *block, size_t *shared, void *
   *grid = launch.grid, *block = launch.block, *shared = launch.shared, *stream = launch.stream;
   return SUCCESS;
 }
-API void **__cudaRegisterFatBinary(void *binary) { return new_handle(); }
+API void **__cudaRegisterFatBinary(void *binary) { return null_cuda_handle(); }
 API int __cudaGetKernel(void **out, void *function) { return *out = function, SUCCESS; }
 API int cudaFuncGetAttributes(char *out, const void *function) { // threads of a block, registers, versions
   // Architectures for which torch was compiled. CUB asks which one is in use: a card of capability 8.9 runs code for 8.6.
@@ -91,15 +112,6 @@ MAKES_HANDLE(cudaLibraryLoadData)
 MAKES_HANDLE(cudaLibraryLoadFromFile)
 MAKES_HANDLE(cudaLibraryGetKernel)
 
-// torch looks up driver functions by name. If this library does not have one, it gets a function that succeeds without doing anything.
-static int nothing(void) { return SUCCESS; }
-API int cudaGetDriverEntryPointByVersion(const char *name, void **out, unsigned version, uint64_t flags, int *result) {
-  *out = dlsym(RTLD_DEFAULT, name);
-  if (!*out) *out = (void *)nothing;
-  if (result) *result = SUCCESS;
-  return SUCCESS;
-}
-
 // Libraries. Functions that create objects (…Create…) are among the stubs that build.py generates.
 API int cublasGetVersion_v2(void *of, int *out) { return *out = CUDA * 10, SUCCESS; }
 API size_t cublasLtGetVersion(void) { return CUDA * 10; }
@@ -124,7 +136,7 @@ API int cudnnGetProperty(int which, int *out) {
 API int null_cuda_convolutions, null_cuda_solvers; // used cuDNN's convolutions; used functions with workspaces of unknown size
 API int cudnnBackendCreateDescriptor(int kind, void **out) { // kind 1 is a convolution
   null_cuda_convolutions |= kind == 1;
-  return *out = new_handle(), SUCCESS;
+  return *out = null_cuda_handle(), SUCCESS;
 }
 // Every operation has one plan, which needs no workspace: a list of objects has one entry, and a list of numbers consists of one 0.
 API int cudnnBackendGetAttribute(void *of, int name, int type, int64_t most, int64_t *count, void *out) {

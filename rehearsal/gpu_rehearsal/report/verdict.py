@@ -20,6 +20,8 @@ _HINTS = {
     r"KeyError: '(LOCAL_|GROUP_)?(RANK|WORLD_SIZE)'": "torchrun sets it: put torchrun before the script",
     r"invalid device ordinal|You requested gpu|[Ii]nvalid device (id|index)|device_id cuda:": "for several processes, "
     "pass --ranks; for several GPUs in one process, --devices",
+    r"\bnvcc\b|CUDA_HOME": "it compiles kernels while it runs: install CUDA's compiler, or switch these kernels off, "
+    "for example in vLLM with VLLM_USE_FLASHINFER_SAMPLER=0",
 }
 """Explanations of a script's errors in a rehearsal, by pattern."""
 LARGER = "; batch {batch} has {elements:,} elements, earlier ones at most {rehearsed:,} (--steps {steps} rehearses it)"
