@@ -28,6 +28,7 @@ from gpu_rehearsal.gpus import GPUS, gpu_named
 from gpu_rehearsal.hangs.dumps import read_dumps
 from gpu_rehearsal.hangs.explain import as_lines, verdict
 from gpu_rehearsal.interface import GPU, STEPS, rehearse
+from gpu_rehearsal.progress import progress_lines
 from gpu_rehearsal.report.verdict import Outcome
 from gpu_rehearsal.sweep import as_table, compare, range_in
 
@@ -45,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     status = FAILED
     try:
-        with _printing():
+        with _printing(), progress_lines():
             status = run(options)
     except ConfigError as error:
         parser.error(str(error))
@@ -96,6 +97,10 @@ def parser_of_command() -> argparse.ArgumentParser:
     parser.add_argument(
         "--gpu", metavar="NAME", type=lambda text: text.split(","),
         help=f"model of GPU, or several: 4090,h100 (default: {GPU}): {', '.join(sorted(GPUS))}",
+    )  # fmt: skip
+    parser.add_argument(
+        "--price", type=_prices, default={}, metavar="NAME=X,...",
+        help="prices of GPUs per hour, as in h100=2.5,4090=0.4: compare these GPUs, with the cost of training",
     )  # fmt: skip
     parser.add_argument("--memory", help="memory of a GPU, for example 80GB or 24GiB (default: from --gpu)")
     parser.add_argument(
@@ -155,15 +160,20 @@ def run(options: argparse.Namespace) -> int:
     if options.cases:
         as_json = options.format == "json"
         return run_cases(Path(options.cases), options.jobs, options.update_peaks, as_json=as_json)
-    cards = [gpu_named(name) for name in dict.fromkeys(options.gpu or [GPU])]
-    if len(cards) * len(options.ranks) == 1:
+    prices = {gpu_named(name).name: price for name, price in options.price.items()}
+    cards = [*dict.fromkeys(gpu_named(name) for name in options.gpu or prices or [GPU])]
+    if other := prices.keys() - {card.name for card in cards}:
+        raise ConfigError(f"--price has {min(other)}, which --gpu does not compare: add it there, or leave out --gpu")
+    if len(cards) * len(options.ranks) == 1 and not prices:
         found = rehearse(command, cards[0], options.ranks[0], **given)
         print(json.dumps(found.as_dict(), indent=2) if options.format == "json" else found.as_text())
         return HANGS if found.outcome is Outcome.HANGS else _STATUS[found.fits]
     if range_in(command):
         raise ConfigError("a range is searched on a single GPU: give one --gpu and one --ranks")
-    rows = compare(partial(rehearse, quiet=True, **given), command, cards, options.ranks)
+    rows = compare(partial(rehearse, quiet=True, **given), command, cards, options.ranks, prices)
     print(json.dumps([row.as_dict() for row in rows], indent=2) if options.format == "json" else as_table(rows))
+    if len(rows) < len(cards) * len(options.ranks):
+        raise KeyboardInterrupt  # for the exit status
     return min(_STATUS[row.fits] for row in rows)
 
 
@@ -186,6 +196,12 @@ def _count(text: str, least: int = 1) -> int:
 
 def _counts(text: str, least: int = 1) -> list[int]:
     return [*dict.fromkeys(_count(each, least) for each in text.split(","))]
+
+
+def _prices(text: str) -> dict[str, float]:
+    if not re.fullmatch(r"[\w-]+=\d*\.?\d+(,[\w-]+=\d*\.?\d+)*", text):
+        raise argparse.ArgumentTypeError(f"{text} is not a list of prices per GPU and hour, as in h100=2.5,4090=0.4")
+    return {name: float(price) for name, _, price in (each.partition("=") for each in text.split(","))}
 
 
 def _fixed(text: str) -> tuple[str, float]:

@@ -33,12 +33,21 @@ def rehearse_with_values(
         return replace(found, untried=found.places_read)
     if not quiet:
         print("rehearse: the script reads computed values: once more, with random ones", file=sys.stderr)
-    spent, ends = [found.cpu_s], list[str]()
+    spent, ends, interrupted = [found.cpu_s], list[str](), False
 
     def differing(kept: Sequence[str] | None, *, not_finite: bool = False) -> RehearsalResult | None:
         """Rehearse with random values, except at these places, or with NaN. Return the result if its memory differs."""
+        nonlocal interrupted
+        if interrupted:
+            return None
         changed = settings._replace(ranks=found.ranks, kept=kept, not_finite=not_finite)
-        other = _rehearse(changed, command, gpu, quiet=True)
+        try:
+            other = _rehearse(changed, command, gpu, quiet=True)
+        except KeyboardInterrupt:
+            if quiet:
+                raise
+            interrupted = True
+            return None
         spent.append(other.cpu_s)
         if other.fits and len(other.steps) > len(found.steps):
             ends.append(found.last_read)
@@ -59,6 +68,8 @@ def rehearse_with_values(
     if other and (other.out_of_memory or (other.fits and _has_higher_peak(other, found, "reserved_bytes"))):
         place = next(iter(_reads_before_difference(found, other)), "an unknown line")
         others[place if place in others else NOT_FINITE + place] = other
+    if interrupted:
+        return replace(found, interrupted=True, untried=found.places_read)
     found = _merged(found, others)
     return replace(found, cpu_s=sum(spent), ended_by=next(iter(ends), ""))
 

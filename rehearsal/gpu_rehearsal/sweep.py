@@ -17,9 +17,11 @@ from gpu_rehearsal.errors import CannotRehearse, ConfigError
 from gpu_rehearsal.formatting import count_of
 from gpu_rehearsal.gpus import Gpu
 from gpu_rehearsal.processes.server import end_with_parent, interrupted_by_signals
+from gpu_rehearsal.progress import set_case
 from gpu_rehearsal.report.record import GIB
 from gpu_rehearsal.report.result import RehearsalResult
 from gpu_rehearsal.report.step_time import UNCERTAINTY, StepTime, seconds_text
+from gpu_rehearsal.settings import ONE_MACHINE
 
 _RANGE = re.compile(r"\{(\d+):(\d+)\}")
 Rehearse = Callable[[Sequence[str], Gpu, int | None], RehearsalResult]
@@ -40,6 +42,8 @@ class SweepRow(NamedTuple):
     """The report of a case that is not as expected."""
     grown_bytes: int | None = None
     """The allocated memory above the recorded peak of the case."""
+    price: float | None = None
+    """Of a GPU for an hour."""
 
     @property
     def fits(self) -> bool | None:
@@ -61,6 +65,17 @@ class SweepRow(NamedTuple):
             else None
         )
 
+    @property
+    def cost_per_step(self) -> float | None:
+        """Return the cost of a step on all ranks; None if the price or the time is unknown."""
+        return self.price * self.found.ranks * self.time.seconds / 3600 if self.price and self.time else None
+
+    @property
+    def cost_per_million_tokens(self) -> float | None:
+        """Return the cost of a million tokens; None if the price or the number of tokens is unknown."""
+        rate = self.tokens_per_second
+        return self.price * self.found.ranks / 3600 / rate * 1e6 if self.price and rate else None
+
     def as_dict(self) -> dict[str, Any]:
         """Return the row for JSON."""
         time = self.time
@@ -69,24 +84,36 @@ class SweepRow(NamedTuple):
             **self.found.run_peaks, "usable_bytes": self.found.usable_bytes,
             "seconds": time.seconds if time else None, "range": time.range if time else None,
             "tokens_per_second": self.tokens_per_second, "searches": self.found.searches,
+            "price": self.price, "cost_per_step": self.cost_per_step,
+            "cost_per_million_tokens": self.cost_per_million_tokens,
+            "accelerators": _accelerators(self) if self.fits else None, "nodes": _nodes(self),
             **({"case": self.name, "failures": self.failures, "cpu_s": self.found.cpu_s} if self.name else {}),
         }  # fmt: skip
 
 
 def compare(
-    rehearse: Rehearse, command: Sequence[str], cards: Sequence[Gpu], ranks: Sequence[int | None]
-) -> list[SweepRow]:
-    """Rehearse the command on each GPU and number of ranks; return a row for each."""
+    rehearse: Rehearse, command: Sequence[str], cards: Sequence[Gpu], ranks: Sequence[int | None],
+    prices: Mapping[str, float] | None = None,
+) -> list[SweepRow]:  # fmt: skip
+    """Rehearse the command on each GPU and number of ranks; return a row for each, or those known after Ctrl-C."""
     rows = dict.fromkeys((card, each) for each in ranks for card in cards)
-    for (card, each), found in in_parallel(rehearse, {key: (command, *key) for key in rows}):
-        print(f"rehearsed {count_of(each or found.ranks, 'rank')} of {card.name}", file=sys.stderr, flush=True)
-        rows[card, each] = SweepRow(card, found)
+    try:
+        for (card, each), found in in_parallel(rehearse, {key: (command, *key) for key in rows}):
+            rows[card, each] = SweepRow(card, found, price=(prices or {}).get(card.name))
+            ended = f"{card.name}, {count_of(found.ranks, 'rank')}: {found.verdict()}"
+            print(ended, file=sys.stderr, flush=True)
+    except KeyboardInterrupt:
+        missing = sum(row is None for row in rows.values())
+        print(f"interrupted: {missing} of {count_of(len(rows), 'case')} not rehearsed", file=sys.stderr)
     return [row for row in rows.values() if row is not None]
 
 
 def as_table(rows: Sequence[SweepRow]) -> str:
     """Return the rows as a table."""
     lines = [f"{'gpu':>9} {'ranks':>6}  {'fits':<9} {'reserved, of GiB':>17} {'time per step':>14} {'tokens/s':>10}"]
+    priced = any(row.price is not None for row in rows)
+    by_token = any(row.cost_per_million_tokens for row in rows)
+    lines[0] += f" {'cost/M tokens' if by_token else 'cost/step':>14}" * priced
     lines[0] += "  case" * any(row.name for row in rows)
     for row in rows:
         time, rate, ranks = row.time, row.tokens_per_second, row.found.ranks
@@ -95,6 +122,7 @@ def as_table(rows: Sequence[SweepRow]) -> str:
         lines.append(
             f"{row.gpu.name:>9} {ranks:>6}  {_WORDS[row.fits]:<9} {memory if row.fits is not None else '':>17}"
             f" {seconds_text(time.seconds) if time else '':>14} {f'{rate:,.0f}' if rate else '':>10}"
+            + (f" {cost:>14.3g}" if (cost := row.cost_per_million_tokens if by_token else row.cost_per_step) else "")
             + (f"  {count_of(row.found.most_rows, 'row')}" if row.found.most_rows else "")
             + f"  {row.name}" * bool(row.name)
             + (f"  {row.grown_bytes / GIB:+.2f} GiB" if row.grown_bytes is not None and row.fits else "")
@@ -103,10 +131,24 @@ def as_table(rows: Sequence[SweepRow]) -> str:
     lines = [line.rstrip() for line in lines]
     low, high = UNCERTAINTY
     notes = [f"Times are estimated: a step may take {low} to {high} times as long."] * any(row.time for row in rows)
+    for nodes in sorted({_nodes(row) for row in rows if row.fits and priced}):
+        fitting = ", ".join(_accelerators(row) for row in rows if row.fits and _nodes(row) == nodes)
+        notes.append(f"For SkyPilot: accelerators: {{{fitting}}}" + f", num_nodes: {nodes}" * (nodes > 1))
     notes += dict.fromkeys(row.found.verdict() for row in rows if row.fits is None and not row.name)
     return "\n".join([*lines, *[""] * bool(notes), *notes])
 
 
+def _accelerators(row: SweepRow) -> str:
+    """Return the GPUs of a node, as SkyPilot names them."""
+    name = f"RTX{row.gpu.name}" if row.gpu.name.isdecimal() else _SKYPILOT.get(row.gpu.name, row.gpu.name.upper())
+    return f"{name}:{row.found.ranks // _nodes(row)}"
+
+
+def _nodes(row: SweepRow) -> int:
+    return -(-row.found.ranks // ONE_MACHINE)
+
+
+_SKYPILOT = {"a100": "A100-80GB", "a100-40": "A100", "a6000": "RTXA6000"}
 _WORDS = {True: "yes", False: "no", None: "no answer"}
 
 
@@ -132,15 +174,20 @@ def largest(
     low, high = limits[0] - 1, limits[1] + 1  # `low` fits, `high` does not
     found: dict[int, RehearsalResult] = {}
     tried = set(limits)
-    while tried:
-        cases = {value: ([_RANGE.sub(str(value), word) for word in command], card, ranks) for value in tried}
-        for value, result in in_parallel(rehearse, cases):
-            found[value] = result
-            report(f"{value}: {result.verdict()}")
-            if not result.fits and result.out_of_memory is None:
-                return replace(result, cpu_s=sum(each.cpu_s for each in found.values()))
-            low, high = (max(low, value), high) if result.fits else (low, min(high, value))
-        tried = {(2 * low + high) // 3, (low + 2 * high) // 3} - {low} if high - low > 1 else set()
+    try:
+        while tried:
+            cases = {value: ([_RANGE.sub(str(value), word) for word in command], card, ranks) for value in tried}
+            for value, result in in_parallel(rehearse, cases):
+                report(f"{value}: {result.verdict()}")
+                if not result.fits and result.out_of_memory is None:
+                    return replace(result, cpu_s=result.cpu_s + sum(each.cpu_s for each in found.values()))
+                found[value] = result
+                low, high = (max(low, value), high) if result.fits else (low, min(high, value))
+            tried = {(2 * low + high) // 3, (low + 2 * high) // 3} - {low} if high - low > 1 else set()
+    finally:
+        if high - low > 1:
+            known = [f"{low} fits"] * (low in found) + [f"{high} does not fit"] * (high in found)
+            report(f"the search has not ended; known so far: {', '.join(known) or 'nothing'}")
     best, most = (found[low], low) if low in found else (found[min(found)], 0)
     return replace(best, largest=most, cpu_s=sum(each.cpu_s for each in found.values()))
 
@@ -152,7 +199,10 @@ def in_parallel(
     workers, others = max(1, min(len(cases), jobs or len(os.sched_getaffinity(0)))), multiprocessing.active_children()
     with interrupted_by_signals(), ProcessPoolExecutor(workers, initializer=_start_worker) as pool:
         try:
-            waiting = {pool.submit(_run_case, work, *case): key for key, case in cases.items()}
+            waiting = {
+                pool.submit(_run_case, f"rehearsal {at} of {len(cases)}{_in_brackets(key)}", work, *case): key
+                for at, (key, case) in enumerate(cases.items(), 1)
+            }
             for done in as_completed(waiting):
                 yield waiting[done], done.result()
         except BaseException as error:
@@ -164,6 +214,11 @@ def in_parallel(
             raise
 
 
+def _in_brackets(key: object) -> str:
+    """Return the value of a range or the name of a case. The GPU and the ranks of a comparison are shown anyway."""
+    return f" ({key})" * isinstance(key, str | int)
+
+
 def _start_worker() -> None:
     """Ignore Ctrl-C in a worker, because the parent handles it and terminates its workers."""
     end_with_parent()
@@ -171,7 +226,8 @@ def _start_worker() -> None:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
-def _run_case(work: Callable[..., _Result], *case: Any) -> _Result:
+def _run_case(name: str, work: Callable[..., _Result], *case: Any) -> _Result:
+    set_case(name)
     try:
         return work(*case)
     except KeyboardInterrupt:

@@ -1,12 +1,18 @@
 """Options of the command, and what it prints if the machine is at fault."""
 
+import json
+import re
 import shutil
+import signal
 import subprocess
+import sys
 from pathlib import Path
+from textwrap import dedent
 
 import pytest
 import torch
 
+from gpu_rehearsal import progress
 from gpu_rehearsal.command import main
 from tests.conftest import Rehearse
 from tests.processes import skip_without_null_device
@@ -29,6 +35,8 @@ from tests.scripts import ONE_STEP
         ({}, ("--devices", "17"), "argument --devices: invalid choice: 17"),
         ({}, ("--fixed", "12=512"), "argument --fixed: 12=512 is not a line and a number, as in train.py:12=512"),
         ({}, ("--", "deepspeed", "--num_gpus", "8", "train.py"), "cannot be followed: rehearse train.py "),
+        ({}, ("--price", "h100"), "argument --price: h100 is not a list of prices per GPU and hour"),
+        ({}, ("--price", "l4=1", "--gpu", "h100"), "--price has l4, which --gpu does not compare"),
         ({}, ("--jobs", "2"), "--jobs needs --cases"),
         ({}, ("--update-peaks",), "--update-peaks needs --cases"),
         ({}, ("--cases", "fits.toml", "--gpu", "4090"), "--cases reads gpu from its file"),
@@ -65,3 +73,43 @@ def test_unwritable_report_is_an_error(rehearse: Rehearse, monkeypatch: pytest.M
         monkeypatch.setattr("subprocess.run", lambda *args, **kwargs: run(*args, **kwargs | to_full))
         answer = rehearse(ONE_STEP, status=2)
     assert answer.printed.splitlines()[-1].startswith("error: stdout: No space left on device")
+
+
+WAITS = """
+    import sys, time, torch
+
+    model = torch.nn.Linear(1024, 1024).cuda()
+    optimizer = torch.optim.SGD(model.parameters())
+    for _ in range(2):
+        model(torch.zeros(8, 1024, device="cuda")).sum().backward()
+        optimizer.step()
+        time.sleep(float(sys.argv[1]) * ("H100" in torch.cuda.get_device_name()))
+"""
+
+
+def test_lines_on_standard_error_show_which_rehearsals_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    skip_without_null_device()
+    monkeypatch.setattr(progress, "EVERY_S", 0.2)
+    (tmp_path / "train.py").write_text(dedent(WAITS))
+    with pytest.raises(SystemExit) as left:
+        main(["--gpu", "4090,h100", "--format", "json", "--", str(tmp_path / "train.py"), "1"])
+    printed = capfd.readouterr()
+    assert left.value.code == 0
+    assert [row["gpu"] for row in json.loads(printed.out)] == ["4090", "h100"]
+    assert re.search(r"(?m)^rehearse: .*rehearsal 2 of 2, h100, 1 rank, step 3, \d+ s$", printed.err)
+
+
+def test_interrupted_comparison_prints_the_rows_that_have_ended(tmp_path: Path) -> None:
+    skip_without_null_device()
+    (tmp_path / "train.py").write_text(dedent(WAITS))
+    words = (str(Path(sys.executable).with_name("rehearse")), "--gpu", "4090,h100", "--", "train.py", "600")
+    with subprocess.Popen(words, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as job:
+        row = next(line for line in job.stderr or () if line.startswith("4090"))
+        job.send_signal(signal.SIGTERM)
+        table, errors = job.communicate(timeout=60)
+    assert row.startswith("4090, 1 rank: fits: 0.04 of 22.3 GiB reserved")
+    assert job.returncode == 130
+    assert [line.split()[:3] for line in table.splitlines()[1:2]] == [["4090", "1", "yes"]]
+    assert "interrupted: 1 of 2 cases not rehearsed" in errors

@@ -160,6 +160,32 @@ def test_signal_ends_background_jobs_and_processes_that_ignore_it(
         assert (len(answer.found["steps"]), answer.found["fits"]) == (2, None)
 
 
+INTERRUPTED_AGAIN = """
+    import os, signal, torch
+
+    first = not os.path.exists("again")
+    open("again", "w").close()
+    model = torch.nn.Linear(1024, 1024).cuda()
+    optimizer = torch.optim.SGD(model.parameters())
+    for _ in range(2):
+        loss = model(torch.zeros(8, 1024, device="cuda")).sum()
+        loss.backward()
+        optimizer.step()
+        print(loss.item())
+    if not first:
+        parent = open(f"/proc/{os.getppid()}/stat").read().split()[3]  # of the process that imports torch
+        os.kill(int(parent), signal.SIGINT)
+        signal.pause()
+"""
+
+
+def test_interrupted_rehearsal_with_random_values_keeps_the_result_with_the_usual_ones(rehearse: Rehearse) -> None:
+    answer = rehearse(INTERRUPTED_AGAIN, status=2)
+    expected = "no answer: interrupted in the rehearsals with random values; before that, 0.05 of 77.8 GiB reserved"
+    assert answer.found["verdict"].startswith(expected)
+    assert len(answer.found["steps"]) == 2
+
+
 @pytest.mark.smoke
 @pytest.mark.parametrize(
     ("error", "remedy"),

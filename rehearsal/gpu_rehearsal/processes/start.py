@@ -13,9 +13,11 @@ from typing import IO, Any
 
 from gpu_rehearsal.device import environment
 from gpu_rehearsal.errors import CannotRehearse
+from gpu_rehearsal.formatting import count_of
 from gpu_rehearsal.gpus import Gpu
 from gpu_rehearsal.processes.commands import likely_ranks
 from gpu_rehearsal.processes.server import execute
+from gpu_rehearsal.progress import shown
 from gpu_rehearsal.report.record import MOST_READS, NEEDS_OTHERS
 from gpu_rehearsal.report.result import RehearsalResult
 from gpu_rehearsal.settings import MOST_UNASKED, RankSettings
@@ -50,7 +52,9 @@ def rehearse_once(
     device = environment(memory=memory["usable_bytes"], devices=settings.devices_of(likely), capability=gpu.capability)
     device["NULL_CUDA_NAME"] = f"NVIDIA {gpu.name.upper()} (null device)"  # scripts look for parts such as H100
     environ = script_environment({**DEFAULTS, **os.environ, **_FIXED, **device})
-    with tempfile.TemporaryDirectory() as folder:
+    again = ", again with other values" * (settings.kept is not None or settings.not_finite)
+    what = f"{gpu.name}, {count_of(likely, 'rank')}{again}"
+    with tempfile.TemporaryDirectory() as folder, shown(what, Path(folder)):
         request = {"record": folder, "given": settings._asdict(), "command": command}
         ending = execute(request, environ, settings.timeout, output)
         found = RehearsalResult.read_ranks(Path(folder), **memory, gpu=gpu, **ending)

@@ -87,7 +87,8 @@ def verdict(found: Record) -> str:
             why = f"does not fit: {_out_of_memory_text(found)}"
         case Outcome.INTERRUPTED:
             before = f"; before that, {_most_reserved(found)}" if found.all_peaks else ""
-            why = f"interrupted in step {step}{_at_line(found)}{before}"
+            when = "in the rehearsals with random values" if found.untried else f"in step {step}{_at_line(found)}"
+            why = f"interrupted {when}{before}"
         case Outcome.TIMED_OUT:
             why = f"the script did not end within {found.timeout:g} s and was killed in step {step}: raise --timeout"
             why += _last_read(found)

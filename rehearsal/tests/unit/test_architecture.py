@@ -8,7 +8,7 @@ import gpu_rehearsal
 
 PACKAGE = Path(gpu_rehearsal.__file__).parent
 FILES = sorted(PACKAGE.rglob("*.py"))
-GROUND = {"errors", "formatting", "files", "replacing", "adapters", "settings", "gpus"}
+GROUND = {"errors", "formatting", "files", "replacing", "adapters", "settings", "gpus", "progress"}
 """Modules that every folder may import."""
 ROOMS: dict[str, set[str]] = {
     "device": set(),

@@ -1,5 +1,6 @@
 """Estimates of a step, cards compared, and the largest batch searched, with an imitation of a rehearsal."""
 
+import dataclasses
 import functools
 import json
 import re
@@ -126,9 +127,29 @@ def test_table_mentions_estimates_only_if_it_has_times_and_a_verdict_only_if_no_
 
 
 def test_table_has_at_most_100_columns_and_json_the_same_rows() -> None:
-    rows = compare(imitation(), ["train.py", "30"], CARDS, [1, 128])
+    rows = compare(imitation(), ["train.py", "30"], CARDS, [1, 128], {"h100": 2.5})
     assert max(map(len, as_table(rows).splitlines())) <= 100
     assert [json.loads(json.dumps(row.as_dict()))["fits"] for row in rows] == [row.fits for row in rows]
+
+
+def test_prices_give_the_cost_of_tokens_or_steps_and_the_gpus_that_fit() -> None:
+    prices = {"4090": 0.4, "h100": 2.5}
+    rows = compare(imitation(), ["train.py", "60"], CARDS, [1, 16], prices)
+    assert [row.as_dict()["accelerators"] for row in rows] == [None, None, "H100:1", "RTX4090:8", "A100:8", "H100:8"]
+    for row in rows:
+        price, rate, found = prices.get(row.gpu.name), row.tokens_per_second, row.as_dict()
+        expected = pytest.approx(price * row.found.ranks / 3600 / rate * 1e6) if price and rate else None
+        assert (found["price"], found["cost_per_million_tokens"]) == (price, expected)
+    table = as_table(rows).splitlines()
+    assert [line.split()[-1] for line in table if re.match(" *(h100|4090) +16", line)] == ["0.126", "0.19"]
+    assert table[-2:] == [
+        "For SkyPilot: accelerators: {H100:1}",
+        "For SkyPilot: accelerators: {RTX4090:8, A100:8, H100:8}, num_nodes: 2",
+    ]
+    no_tokens = json.loads(json.dumps(WORK._replace(tokens=0)))
+    traced = {"step": 1, "work": no_tokens}
+    by_step = as_table([row._replace(found=dataclasses.replace(row.found, traced=traced)) for row in rows[2:]])
+    assert "cost/step" in by_step
 
 
 @pytest.mark.parametrize("base", [0, 10, 38.05])
@@ -141,6 +162,18 @@ def test_search_finds_the_largest_value_that_fits(word: str, base: float, each: 
     assert found.largest == (expected[-1] if expected else 0)
     assert found.fits == bool(expected)
     assert len(told) <= 10
+
+
+def without_answer(command: Sequence[str], card: Gpu, ranks: int | None) -> RehearsalResult:
+    timeout = 5 if int(command[-1]) == 22 else None
+    return dataclasses.replace(imitate(0, 1, command, card, ranks), timeout=timeout)
+
+
+def test_search_that_ends_without_an_answer_reports_what_is_known() -> None:
+    told = list[str]()
+    found = largest(without_answer, ["train.py", "{1:64}"], GPUS["a100-40"], None, told.append)
+    assert "did not end within 5 s" in found.verdict()
+    assert told[-1] in [f"the search has not ended; known so far: 1 fits, {high} does not fit" for high in (43, 64)]
 
 
 @pytest.mark.parametrize("word", ["{5:5}", "{0:8}", "--rows={1:8} --more={1:8}"])
