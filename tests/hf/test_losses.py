@@ -12,9 +12,19 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from transformers import Trainer
 
-from tests.hf.trainers import STEPS, Counting, arguments, changing_loss, difference, failing_in_forward, train
+from tests.hf.trainers import (
+    STEPS,
+    Counting,
+    arguments,
+    changing_loss,
+    difference,
+    failing_in_forward,
+    tiny_llama,
+    train,
+)
 from torchtune_adaptive.hf import AdaptiveArguments
 from torchtune_adaptive.hf.losses import (
     CHECKED_TOKENS,
@@ -69,6 +79,27 @@ def test_run_with_losses_that_are_nan_continues_like_stock(begins_at: int, tmp_p
     ours, stock = (train(tmp_path, adaptive, **options) for adaptive in (AdaptiveArguments(), None))
     assert len(ours.log) == STEPS
     np.testing.assert_array_equal(ours.column("loss"), stock.column("loss"))  # which may be NaN
+
+
+@pytest.mark.parametrize("in_weights", [False, True], ids=["autocast", "bf16 weights"])
+def test_small_term_that_compares_samples_is_found_in_16_bits(
+    in_weights: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Contrastive(Trainer):
+        share = 0.0
+
+        def compute_loss(self, model: Any, inputs: Any, *_: Any, **__: Any) -> Any:
+            given = model(**inputs, output_hidden_states=True)
+            means = F.normalize(given.hidden_states[-1].mean(1).float(), dim=-1)
+            return given.loss + self.share * F.cross_entropy(means @ means.T / 0.5, torch.arange(len(means)))
+
+    for share, recovers in (0.0, True), (0.1, False):
+        caplog.clear()
+        Contrastive.share = share
+        given = {"model": tiny_llama().bfloat16()} if in_weights else {}
+        settings = arguments(tmp_path, max_steps=1, bf16=not in_weights)
+        train(tmp_path, AdaptiveArguments(), base=Contrastive, arguments=settings, **given)
+        assert ("which is not only rounded" not in caplog.text) is recovers
 
 
 def two(both: float, first: float = 4.0, second: float = 2.0) -> TwoSamples:

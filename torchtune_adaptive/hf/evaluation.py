@@ -92,6 +92,11 @@ class Evaluator:
         if self._runner is not None:
             self._limit, self._runner = self._runner.state_dict(), None
 
+    def to_log(self) -> dict[str, float]:
+        """Return the number of recoveries of all evaluations, if there were any."""
+        recoveries = self._runner.recoveries if self._runner else self._limit["recoveries"] if self._limit else 0
+        return {f"oom_recoveries/{EVALUATION}": recoveries} if recoveries else {}
+
     def predict(self, model: nn.Module, inputs: Any, prediction_step: Callable[[Any], tuple[Any, Any, Any]]) -> Any:
         """Collective: return the results of `prediction_step`. If any rank runs out of memory, split the batch."""
         batch: CollatedBatch | None = inputs.pop(SAMPLES_KEY, None) if isinstance(inputs, MutableMapping) else None
@@ -232,7 +237,7 @@ class Evaluator:
             few, many = used[: len(used) // 2], used[len(used) // 2 :]
         pieces, self._pieces = self._pieces, {}
         try:
-            with noise_in(self._model, look.noise):
+            with noise_in(self._model, look):
                 result, _ = self._runner.attempt([few, many, [*few, *many]])
             tried = [BatchLoss(float(each.loss), each.counts) for each in self._pieces.values()]
         finally:

@@ -16,6 +16,7 @@ from enum import Enum
 from functools import partial
 from itertools import accumulate, chain, cycle, islice, repeat
 from operator import attrgetter
+from statistics import fmean, stdev
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -41,6 +42,10 @@ logger = logging.getLogger(__name__)
 
 FP32_TOLERANCE, TF32_TOLERANCE, HALF_TOLERANCE = 3e-5, 0.002, 0.02
 """Tolerances relative to the loss, by the precision of the model; HALF is 16 bits."""
+NOTICEABLE = 0.001
+"""In 16 bits, an error above this may be rounding or a term that compares samples; see `is_systematic`."""
+TRIALS = 10
+"""The comparisons of `is_systematic`."""
 ROUNDING_ERROR = 1e-6
 """The largest rounding error relative to the loss in full precision."""
 MOST_CLASSES = 4
@@ -94,6 +99,8 @@ class Look(NamedTuple):
     rows: int = 2
     noise: float = 0.0
     """The size of the noise that is added to weights."""
+    seed: int = 0
+    """The seed of the noise."""
 
 
 LOOKS = (Look(), Look(COMPARED_ROWS), Look(noise=0.1), Look(COMPARED_ROWS, noise=1.0))
@@ -112,12 +119,15 @@ class TwoSamples(NamedTuple):
         separate = f"{self.first.loss:.4g} and {self.second.loss:.4g} in separate batches"
         return f"the loss of {self.both.counts.rows} samples is {self.both.loss:.4g} in one batch, and {separate}"
 
-    def errors(self, scale: float) -> dict[Reduction, float]:
-        """Return the error of each reduction, relative to the loss of both samples or to `scale` if that is larger."""
+    def error(self, reduction: Reduction, scale: float) -> float:
+        """Return the error of a reduction, relative to the loss of both samples or to `scale` if that is larger."""
         both, apart = self.both.loss, (self.first, self.second)
         whole, largest = Counts.total(each.counts for each in apart), max(abs(both), scale) or 1.0
-        weighted = {each: sum(one.loss * each.weight(one.counts, whole) for one in apart) for each in Reduction}
-        errors = {each: abs(loss - both) / largest for each, loss in weighted.items()}
+        return float(sum(one.loss * reduction.weight(one.counts, whole) for one in apart) - both) / largest
+
+    def errors(self, scale: float) -> dict[Reduction, float]:
+        """Return the size of the error of each reduction."""
+        errors = {each: abs(self.error(each, scale)) for each in Reduction}
         return {each: math.inf if math.isnan(error) else error for each, error in errors.items()}
 
     def shows(self, reduction: Reduction, tolerance: float) -> bool:
@@ -173,8 +183,22 @@ def find_reduction(
             worst = max(tried, key=lambda each: min(each.errors(scale).values()))
             return Found(None, 0.0, f"{worst}, which is neither their sum nor their mean, {NOT_SPLIT}")
         if any(each.shows(reduction, tolerance) for each in tried) and (number or not thorough):
+            in_doubt = tolerance == HALF_TOLERANCE and worst_error(tried, reduction, scale) > NOTICEABLE
+            if in_doubt and is_systematic(compare, reduction, scale):
+                worst = max(tried, key=lambda each: each.errors(scale)[reduction])
+                return Found(None, 0.0, f"{worst}, which is not only rounded, {NOT_SPLIT}")
             return Found(reduction, largest, None)
     return Found(None, 0.0, UNDECIDED)
+
+
+def is_systematic(compare: Callable[[Look], list[TwoSamples] | None], reduction: Reduction, scale: float) -> bool:
+    """Collective: return True if the error of a reduction stays similar when small weights change, as that of a term
+    that compares samples does. Rounding errors then change their signs."""
+    errors = []
+    for seed in range(TRIALS):
+        trial = [each.error(reduction, scale) for each in compare(Look(COMPARED_ROWS, noise=0.03, seed=seed)) or ()]
+        errors += [fmean(trial)] if trial and all(map(math.isfinite, trial)) else []
+    return len(errors) > TRIALS // 2 and abs(fmean(errors)) > max(NOTICEABLE, 2 * stdev(errors))
 
 
 def how_losses_add_up(
@@ -314,7 +338,7 @@ class LossCheck:
                 self._in_training = training
                 self._losses: list[BatchLoss] = []
                 without_dropout = WithoutDropout() if training else nullcontext()
-                with stance(), without_dropout, noise_in(self._model, look.noise):
+                with stance(), without_dropout, noise_in(self._model, look):
                     pairs = [microbatch for first in firsts for microbatch in (first, [*first, *second])]
                     result, _ = self.runner.attempt([second, *([second] if alone else pairs)])
                 if result is None:
@@ -379,17 +403,17 @@ def candidates(samples: Sequence[Any], rows: int = 2) -> tuple[list[list[RawSamp
 
 @contextmanager
 @torch.no_grad()
-def noise_in(model: nn.Module, noise: float) -> Iterator[None]:
-    """Within the context, add normal noise of this size to the smallest trained parameters, up to COPIED_BYTES, such as
+def noise_in(model: nn.Module, look: Look) -> Iterator[None]:
+    """Within the context, add the noise of this look to the smallest trained parameters, up to COPIED_BYTES, such as
     weights of norms, biases and adapters. Their values are restored exactly."""
     trained = (each.detach() for each in model.parameters() if each.requires_grad and each.dtype.itemsize > 1)
     local = (plain for each in trained for plain in plain_tensors(each))
-    by_size = sorted(local, key=attrgetter("nbytes")) if noise else []
+    by_size = sorted(local, key=attrgetter("nbytes")) if look.noise else []
     used = sum(total <= COPIED_BYTES for total in accumulate(each.nbytes for each in by_size))
-    generator, copies = torch.Generator().manual_seed(0), [(each, each.clone()) for each in by_size[:used]]
+    generator, copies = torch.Generator().manual_seed(look.seed), [(each, each.clone()) for each in by_size[:used]]
     try:
         for parameter, _ in copies:
-            parameter.add_(torch.randn(parameter.shape, generator=generator).to(parameter), alpha=noise)
+            parameter.add_(torch.randn(parameter.shape, generator=generator).to(parameter), alpha=look.noise)
         yield
     finally:
         for parameter, value in copies:
