@@ -690,6 +690,7 @@ REFUSED: dict[str, tuple[type, str, dict[str, Any]]] = {
     "a skipped batch": (ConfigError, "super", {"base": SkipsTheLastBatch, **TWO}),
     "another training step": (ConfigError, "super", {"base": OwnStep}),
     "a rare class": (ConfigError, "neither their sum nor their mean", {"adaptive": {"token_budget": 100}, **RARE}),
+    "a token budget below each sample": (ConfigError, "token_budget: 3 is less", {"adaptive": {"token_budget": 3}}),
     "a stream that is too short": (ConfigError, "gradient_accumulation_steps", {"train_dataset": Stream(8)}),
     "no memory for the check of the loss": (
         RecoveryUnsupportedError,

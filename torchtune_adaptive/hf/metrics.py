@@ -18,7 +18,7 @@ from torchtune_adaptive.contexts import override_attributes
 from torchtune_adaptive.engine.fsdp import FSDPModule
 from torchtune_adaptive.engine.ranks import from_all_ranks, world_size
 
-_OF_TOKENS = re.compile("token|entropy|kl$|logits|clip_ratio")
+_OF_TOKENS = re.compile("token|entropy|kl$|logits")
 _COUNTER = "num_tokens"
 _CHOSEN, _REJECTED, _MARGINS = "rewards/chosen", "rewards/rejected", "rewards/margins"
 
@@ -49,7 +49,8 @@ class BatchMetrics:
         """Run a microbatch, a part of this batch, inside the context. `rows` is 0 for a filler."""
         collected = getattr(self._trainer, "_metrics", {})
         lengths = {name: len(values) for name, values in collected.get(self._mode, {}).items()}
-        weights = _MetricWeights.of(inputs, rows) if collected and rows else None
+        by_token = getattr(self._trainer, "importance_sampling_level", None) == "token"
+        weights = _MetricWeights.of(inputs, rows, clips_tokens=by_token) if collected and rows else None
         yield
         metrics = collected.get(self._mode, {})
         for name in metrics.keys() - {_COUNTER}:
@@ -107,9 +108,11 @@ class _MetricWeights(NamedTuple):
     tokens: Sequence[int]
     is_chosen: Sequence[bool]
     has_pairs: bool
+    clips_tokens: bool
+    """True if `clip_ratio` counts tokens, False if it counts sequences."""
 
     @staticmethod
-    def of(inputs: Mapping[str, Any], samples: int) -> _MetricWeights:
+    def of(inputs: Mapping[str, Any], samples: int, *, clips_tokens: bool) -> _MetricWeights:
         """Return the weights of a collated microbatch. Waits for the device."""
         labels, mask = inputs.get("labels"), inputs.get("completion_mask")
         tokens = [1] * samples
@@ -120,7 +123,8 @@ class _MetricWeights(NamedTuple):
             tokens = (mask if generated else mask[:, 1:]).sum(1).tolist()
         has_pairs = len(tokens) == 2 * samples  # of DPO: the chosen answers, then the rejected ones
         halves = [True] * samples + [False] * samples
-        return _MetricWeights(tokens, halves if has_pairs else [*map(bool, inputs.get("label", tokens))], has_pairs)
+        is_chosen = halves if has_pairs else [*map(bool, inputs.get("label", tokens))]
+        return _MetricWeights(tokens, is_chosen, has_pairs, clips_tokens)
 
     def weight(self, name: str) -> int:
         """Return the weight of a metric of this name."""
@@ -130,7 +134,8 @@ class _MetricWeights(NamedTuple):
             for tokens, chosen in zip(self.tokens, self.is_chosen, strict=False)
             if (not is_chosen or chosen) and not ("rejected" in name and chosen)
         ]
-        return sum(rows) if _OF_TOKENS.search(name) else len(rows)
+        of_tokens = _OF_TOKENS.search(name) or (self.clips_tokens and "clip_ratio" in name)
+        return sum(rows) if of_tokens else len(rows)
 
 
 @contextmanager

@@ -200,10 +200,19 @@ class CollatedBatch:
                 name: torch.cat([row[name] for row in features]) if value.dim() else value
                 for name, value in features[0].items()
             }
-            return CollatedBatch(samples, Counts.of_rows(len(samples)), rows)
+            return CollatedBatch.of_generated(samples, rows)
         inputs = collate(features)
         batch: CollatedBatch = inputs.pop(SAMPLES_KEY)
         return replace(batch, samples=samples, inputs=inputs)
+
+    @staticmethod
+    def of_generated(rows: Sequence[RawSample], inputs: Any) -> CollatedBatch:
+        """Return a batch of generated rows. Waits for the device."""
+        mask = inputs.get("completion_mask")
+        if mask is None:
+            return CollatedBatch(rows, Counts.of_rows(len(rows)), inputs)
+        tokens = int((mask if inputs.get("tool_mask") is None else mask * inputs["tool_mask"]).sum())
+        return CollatedBatch(rows, Counts(len(rows), tokens, tokens), inputs)
 
     def without_padding(self) -> CollatedBatch:
         """Return the batch without the padding after the longest answer, if its rows were generated."""

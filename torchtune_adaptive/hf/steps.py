@@ -174,6 +174,7 @@ class OptimizerSteps:
             rows = max(1, rows // world_size())
         self.runner = self._new_runner(rows)
         self._check = LossCheck(trainer, self.model, self._collated, self.runner.kind, shared.recovery)
+        self._check_token_budget()
         if shared.recovery.enabled or shared.splits_batches:
             self._check_first_step(batches[0], rows)
         if trainer.adaptive.searches:
@@ -183,6 +184,16 @@ class OptimizerSteps:
             runner.measure_memory(self.memory)
         if state := trainer.state.stateful_callbacks.get(STATE):
             self.runner.load_state_dict(state)
+
+    def _check_token_budget(self) -> None:
+        """Collective: raise a ConfigError if the budget is less than the shortest sample of the first step."""
+        limit, samples = self.runner.limit, self._step.samples
+        shortest = min(from_all_ranks(min(map(attrgetter("length"), samples))))
+        if limit.by_length and not limit.rows_at(shortest):
+            raise ConfigError(
+                f"token_budget: {self.trainer.adaptive.token_budget} is less than the "
+                f"{len(samples[0].row_lengths) * shortest} tokens of the shortest sample of the first step; raise it"
+            )
 
     def _new_step(self, batches: Sequence[CollatedBatch], num_items: Any) -> OneStep:
         return OneStep(batches, num_items, remember_random_state(self.trainer, self._outside))
@@ -343,6 +354,8 @@ class OptimizerSteps:
             reason = f"KTO's default loss compares samples, {NOT_SPLIT}; for example loss_type='apo_zero_unpaired'"
         if sorting := {"aot", "aot_unpaired"}.intersection(getattr(self.trainer, "loss_types", ())):
             reason = f"DPO's loss {min(sorting)} sorts the samples of a batch, {NOT_SPLIT}"
+        if {"sft"} < {*getattr(self.trainer, "loss_types", ())}:
+            reason = f"DPO's loss sft is a mean over tokens, and the other losses are means over rows, {NOT_SPLIT}"
         if reason is None and rows > 1:
             reason = self._find_reduction(splits=self._shared.splits_batches)
         elif reason is None and world_size() > 1:

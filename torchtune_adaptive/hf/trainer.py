@@ -31,7 +31,7 @@ from torchtune_adaptive.errors import AdaptiveError, ConfigError, RecoveryUnsupp
 from torchtune_adaptive.hf.checkpoints import newest_complete
 from torchtune_adaptive.hf.evaluation import Evaluator
 from torchtune_adaptive.hf.passes import GenerationPasses
-from torchtune_adaptive.hf.samples import SAMPLES_KEY, CollatedBatch, Counts, GeneratedRow, KeepSamples
+from torchtune_adaptive.hf.samples import SAMPLES_KEY, CollatedBatch, GeneratedRow, KeepSamples
 from torchtune_adaptive.hf.steps import OptimizerSteps, Shared
 
 if TYPE_CHECKING:
@@ -220,8 +220,7 @@ class AdaptiveMixin(Base):
             self._passes = self._passes or GenerationPasses(self, self._share(model))
             with self._passes.recovering():
                 inputs = self._prepare_inputs(inputs)
-            rows = GeneratedRow.all_of(inputs)
-            collected.append(CollatedBatch(rows, Counts.of_rows(len(rows)), inputs))
+            collected.append(CollatedBatch.of_generated(GeneratedRow.all_of(inputs), inputs))
         else:
             raise ConfigError(
                 f"training_step got a {type(inputs).__name__} without its samples: AdaptiveMixin needs Trainer's "
@@ -276,11 +275,14 @@ class AdaptiveMixin(Base):
         from_all_ranks(None)
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """Log. If `logs` contain a training loss, this is collective, and adds recoveries and the microbatch limit."""
+        """Log. If `logs` contain a training loss, this is collective, and adds recoveries and the microbatch limit. To
+        logs of an evaluation, it adds recoveries."""
+        of_passes = self._passes.to_log() if self._passes is not None else {}
         if self._steps is not None and {"loss", "train_loss"} & logs.keys():
-            added = self._steps.to_log()
-            added |= self._passes.to_log() if self._passes is not None else {}
+            added = self._steps.to_log() | of_passes
             logs |= added if "loss" in logs else {}
+        elif any(name.startswith("eval_") for name in logs):
+            logs = logs | self._evaluator.to_log() | of_passes
         super().log(logs, *args, **kwargs)
 
 
