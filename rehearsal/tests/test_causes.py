@@ -1,34 +1,33 @@
 """The cause in the report of a hang is right, or absent."""
 
+import os
 import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
-from tests.conftest import Rehearse
+from gpu_rehearsal import rehearse
+from gpu_rehearsal.report.result import RehearsalResult
+from gpu_rehearsal.report.verdict import Outcome
+from tests.known_bugs import BEGINS, BUGS
+from tests.processes import skip_without_null_device
 
-BEGINS = """
-import torch, torch.distributed as dist
-
-dist.init_process_group("nccl")
-RANK = dist.get_rank()
-torch.cuda.set_device(RANK)
-x, counts, yes = torch.ones(3, device="cuda"), [3, 0, 3], [True, True, True]
-"""
 CASES = {
     "outer branch depends on the rank": (
         "for step in range(4):\n    if RANK == 0:\n        if step % 2 == 0:\n            dist.all_reduce(x)\n"
         "dist.barrier()",
-        r"only on rank 0, in the branch `if RANK == 0` at train.py:9",
+        r"only on rank 0, in the branch `if RANK == 0` at train.py:12",
     ),
     "branch was taken without a call": (
         "for step in range(4):\n    if step % 2 == 0:\n        if RANK == 1:\n            continue\n"
         "        dist.all_reduce(x)\ndist.barrier()",
-        r"`if RANK == 1` at train.py:10 ends in a continue, before the call at train.py:12: rank 1 left there",
+        r"`if RANK == 1` at train.py:13 ends in a continue, before the call at train.py:15: rank 1 left there",
     ),
     "early return": (
         "def evaluate(rows):\n    if not rows:\n        return\n    if dist.get_rank() == 2:\n        return\n"
         "    dist.all_reduce(x)\nevaluate(3)\ndist.broadcast(x, 0)",
-        r"`if dist.get_rank\(\) == 2` at train.py:11 ends in a return, .*: rank 2 left there",
+        r"`if dist.get_rank\(\) == 2` at train.py:14 ends in a return, .*: rank 2 left there",
     ),
     "count": (
         "tokens = counts[RANK]\nif yes[0]:\n    if tokens > 0:\n        dist.all_reduce(x)\ndist.barrier()",
@@ -45,7 +44,7 @@ CASES = {
     "caught error": (
         "try:\n    if RANK == 1:\n        raise ValueError\n    dist.all_reduce(x)\nexcept ValueError:\n    pass\n"
         "dist.barrier()",
-        r"`if RANK == 1` at train.py:9 ends in a raise, before the call at train.py:11: rank 1 left there",
+        r"`if RANK == 1` at train.py:12 ends in a raise, before the call at train.py:14: rank 1 left there",
     ),
     "two conditions": (
         "def train(first, second):\n    if first:\n        if second:\n            dist.all_reduce(x)\n"
@@ -56,8 +55,35 @@ CASES = {
 }
 
 
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str, int], RehearsalResult]]:
+    """Return a function that rehearses a script on this many ranks, in one folder, so that torch is imported once."""
+    skip_without_null_device()
+    before = os.getcwd()
+    os.chdir(tmp_path_factory.mktemp("causes"))
+
+    def rehearse_script(script: str, ranks: int) -> RehearsalResult:
+        Path("train.py").write_text(BEGINS + script)
+        return rehearse("train.py", ranks=ranks, together=True, once=True, quiet=True)
+
+    yield rehearse_script
+    os.chdir(before)
+
+
 @pytest.mark.parametrize("name", CASES)
-def test_cause_is_right_or_absent(rehearse: Rehearse, name: str) -> None:
+def test_cause_is_right_or_absent(run: Callable[[str, int], RehearsalResult], name: str) -> None:
     script, cause = CASES[name]
-    answer = rehearse(BEGINS + script, "--ranks", "3", "--together", status=3)
-    assert re.search(cause, answer.found["hang"]["cause"]), answer.found["hang"]
+    found = run(script, 3)
+    assert found.outcome is Outcome.HANGS, found.verdict()
+    assert re.search(cause, found.hang["cause"]), found.hang
+
+
+@pytest.mark.parametrize("name", BUGS)
+def test_known_bug_is_found_and_its_fix_is_not(run: Callable[[str, int], RehearsalResult], name: str) -> None:
+    bug = BUGS[name]
+    found = run(bug.script, bug.ranks)
+    assert found.verdict().startswith(bug.verdict), found.verdict()
+    assert re.search(bug.cause, found.hang.get("cause", "")), found.hang
+    assert bug.script.count(bug.fixed[0]) == 1
+    fixed = run(bug.script.replace(*bug.fixed), bug.ranks)
+    assert fixed.fits, (fixed.verdict(), fixed.output)

@@ -200,6 +200,9 @@ class _Block(NamedTuple):
 def _new_group(replay: Replay, call: NcclCall) -> str:
     """Return the cause if only members of a group create it."""
     created = re.match(r"new_group of ranks \[(.*)\]", call.what)
+    sides = (calls for _, calls in replay.lanes[call.lane].values() if len(calls) >= call.position)
+    if created and any(calls[call.position - 1].what != call.what for calls in sides):
+        return "the ranks create different groups: call new_group for every group on all ranks, in the same order"
     names = {f"rank {each}" for each in created[1].split(", ")} if created else set()
     calling = {name for name, each in replay.recordings.items() if len(each.calls[call.lane, ""]) >= call.position}
     if not names or calling - names or names == {*replay.recordings}:
