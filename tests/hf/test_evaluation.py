@@ -142,7 +142,7 @@ def compare(folder: Path, placement: str) -> list[tuple[float, int, float]]:
 def test_evaluation_that_runs_out_of_memory_gives_the_results_of_stock(placement: str, tmp_path: Path) -> None:
     *_, last = run_on_ranks(RANKS[placement], compare, tmp_path, placement, in_group=False, timeout_s=100)
     assert max(difference for difference, *_ in last) < 1e-6, last
-    assert all(failures == recoveries > 0 for _, failures, recoveries in last), last
+    assert min(min(failures, recoveries) for _, failures, recoveries in last) > 0, last
 
 
 @pytest.mark.parametrize("base", [Trainer, Means], ids=["sum", "mean"])

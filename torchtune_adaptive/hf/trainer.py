@@ -282,7 +282,7 @@ class AdaptiveMixin(Base):
             added = self._steps.to_log() | of_passes
             logs |= added if "loss" in logs else {}
         elif any(name.startswith("eval_") for name in logs):
-            logs = logs | self._evaluator.to_log() | of_passes
+            logs |= self._evaluator.to_log() | of_passes
         super().log(logs, *args, **kwargs)
 
 
