@@ -158,7 +158,6 @@ class FsdpLedger(Ledger):
         self._messages_before = 0  # messages counted when the microbatch began
         self._to_skip = 0  # collectives that the filler must not issue, because this rank has issued them
         self.runs_filler = False  # the filler computes with this rank's shards only
-        self._issuing = False  # while a collective of FSDP is issued, so that a Listener ignores it
         for group in (group for groups in self._groups_of.values() for group in groups):
             if isinstance(cast(object, group._all_gather_comm), CountedComm):
                 raise ValueError(
@@ -268,22 +267,6 @@ class FsdpLedger(Ledger):
             self._to_skip -= 1
             return None
         return self.issue("an FSDP collective", call, collective.device.type, collective.group, async_op=async_op)
-
-    def issue(
-        self,
-        what: str,
-        call: Callable[..., dist.Work | None],
-        device_type: str,
-        group: dist.ProcessGroup | None = None,
-        *,
-        async_op: bool,
-    ) -> dist.Work | None:
-        """Collective: issue a collective that is neither recorded nor counted as communication outside FSDP."""
-        self._issuing = True
-        try:
-            return super().issue(what, call, device_type, group, async_op=async_op)
-        finally:
-            self._issuing = False
 
     def _count(self, messages: int) -> None:
         super()._count(messages)

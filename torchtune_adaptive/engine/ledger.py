@@ -58,6 +58,7 @@ class Ledger:
         self._reducing_once: list[FSDPModule] = []
         self._microbatches = 0
         self._number = -1  # of the current microbatch
+        self._issuing = False  # so that a Listener ignores what the ledger issues
 
     @property
     def only_whole_models(self) -> bool:
@@ -134,14 +135,18 @@ class Ledger:
             # gloo counts an all-gather and then allocates its copies. If that fails, it cannot be issued again.
             return on_gloo and self.position == position and self._messages() != messages
 
-        with explaining_failures(what, already_matched):
-            work = call(async_op=async_op or wait_here)
-            self._count(self._messages() - messages)
-            if wait_here:
-                assert work is not None, "an asynchronous collective returns its work"
-                work.wait()
-                return None
-        return work
+        self._issuing = True
+        try:
+            with explaining_failures(what, already_matched):
+                work = call(async_op=async_op or wait_here)
+                self._count(self._messages() - messages)
+                if wait_here:
+                    assert work is not None, "an asynchronous collective returns its work"
+                    work.wait()
+                    return None
+            return work
+        finally:
+            self._issuing = False
 
     def drain(self, run: Run) -> None:
         """Collective: issue the remaining collectives of this step, so that every peer can finish it."""
