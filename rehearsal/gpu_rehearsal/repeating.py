@@ -27,7 +27,8 @@ def rehearse_with_values(
     If memory differs, find the places that decide this, until random values at all others make no difference.
     """
     found = _rehearse(settings._replace(ranks=ranks), command, gpu, quiet=quiet)
-    if not found.fits or not found.places_read:
+    checks = found.end.get("checks_for_nan")
+    if not found.fits or not (found.places_read or checks):
         return found
     if once:
         return replace(found, untried=found.places_read)
@@ -54,7 +55,7 @@ def rehearse_with_values(
         return other if _compare(other, found) else None
 
     others: dict[str, RehearsalResult] = {}
-    while len(spent) <= MOST_RANDOM and (other := differing([*others])):
+    while found.places_read and len(spent) <= MOST_RANDOM and (other := differing([*others])):
         suspects = [each for each in _reads_before_difference(found, other) if each not in others]
         while _compare(other, found) > 0 and len(suspects) > 1 and len(spent) <= MOST_RANDOM:
             recent, earlier = suspects[: len(suspects) // 2], suspects[len(suspects) // 2 :]
@@ -64,7 +65,7 @@ def rehearse_with_values(
             found = replace(found, is_repeatable=False)
             break
         others[suspects[0]] = other
-    other = differing(None, not_finite=True) if found.end.get("checks_for_nan") else None
+    other = differing(None, not_finite=True) if checks else None
     if other and (other.out_of_memory or (other.fits and _has_higher_peak(other, found, "reserved_bytes"))):
         place = next(iter(_reads_before_difference(found, other)), "an unknown line")
         others[place if place in others else NOT_FINITE + place] = other

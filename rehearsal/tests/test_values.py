@@ -3,9 +3,7 @@
 from textwrap import dedent
 
 import pytest
-import torch
 
-from gpu_rehearsal.values.device_values import _LIMITS
 from tests.conftest import Rehearse
 from tests.scripts import ONE_STEP, lines_of, marked
 
@@ -33,7 +31,7 @@ def test_host_values_are_read_and_values_computed_on_the_card_are_guessed_and_re
             del tokens  # as floats these are infinite
             assert torch.empty(2**23, device="cuda").cpu().sum() == 0
             out = model(torch.zeros(rows, 1024, device="cuda"))
-            out.register_hook(lambda gradient: gradient * (not torch.isnan(gradient).any()))  # guessed
+            out.register_hook(lambda gradient: gradient * (not torch.isnan(gradient).any()))
             out[out > 0].sum().backward()  # guessed
             optimizer.step()
         torch.save(optimizer.state_dict(), "state.pt")
@@ -64,16 +62,19 @@ def test_values_changed_or_made_unique_on_the_card_are_guessed(rehearse: Rehears
         print(kept.nonzero().shape[0])
         print(size(same.tolist()), size(same[1].item()))
         repeated.remainder_(7)
-        repeated.unique()  # guessed
+        assert repeated.unique().tolist() == [2, 3]
         padded, ids = torch.zeros(2, 4, dtype=torch.long).cuda(), torch.tensor([[1, 2], [3, 4]])
         assert ids.cuda().clone().tolist() == ids.tolist()
         padded[:, :2].copy_(ids)
+        assert padded.tolist() == [[1, 2, 0, 0], [3, 4, 0, 0]]
+        assert ids.cuda()[:, 1].clone().view(2, -1).tolist() == [[2], [4]]
+        padded[0, 0] = torch.randint(9, (), device="cuda")
+        assert padded[1].tolist() == [3, 4, 0, 0]
         print(size(padded.tolist()))  # guessed
-        print(size(ids.cuda()[:, 1].clone().tolist()))  # guessed
         with torch.inference_mode():
             kept = torch.tensor([True, False]).cuda()
             kept.logical_not_()
-            kept.nonzero()  # guessed
+            assert kept.nonzero().tolist() == [[1]]
     """
     answer = rehearse(dedent(script) + dedent(ONE_STEP), status=0)
     assert answer.printed.startswith("10\n[5, 9] 9\n")
@@ -90,28 +91,24 @@ def test_values_computed_on_the_card_are_guessed_on_the_host_too(rehearse: Rehea
         rows, shown = torch.randint(1, 9, (8, 1024), device="cuda"), []
         shown += rows.sum(1).tolist()  # guessed
         shown.append(int(rows.sum(1).cpu().sum()))  # guessed
-        shown.append((torch.rand(64, device="cuda") < 8).cpu().sum().item())  # guessed
+        shown.append((torch.rand(64, device="cuda") < 8).cpu().sum().item())
         for _ in range(2):  # the second reuses the address of a number
-            scores = torch.rand(64).cuda()
+            scores = torch.randn(64, device="cuda")
             shown.append((scores > -1).to("cpu").sum().item())  # guessed
             del scores
-        shown.append(int(torch.ones(8, 8).cuda().sum()))  # guessed
-        with torch.inference_mode():
-            rows = torch.full((4,), 8).cuda()
-            rows *= 2
-            size(rows.tolist())  # guessed
+        shown.append(int(torch.ones(8, 8).cuda().sum()))
         lengths = torch.tensor([3, 4]).cuda()
         rows = torch.tensor([5, 6, 7]).cuda().clone()
         del rows
         shown.append(torch.randint(1, 9, (8,), device="cuda").sum().item())  # guessed
         shown += torch.repeat_interleave(torch.zeros(2, 5, device="cuda"), lengths, dim=0).shape
         for create in torch.tensor, torch.as_tensor:
-            assert torch.topk(input=create(data=[5.0, 6.0]).cuda(), k=1).indices.shape == (1,)  # guessed
-        assert not torch.isnan(input=torch.ones(2, device="cuda")).any()  # guessed
+            assert torch.topk(input=create(data=[5.0, 6.0]).cuda(), k=1).indices.tolist() == [1]
         print(size(shown), lengths.cpu().tolist(), torch.tensor([True, False]).cuda().tolist(), flush=True)
     """
     answer = rehearse(dedent(script) + dedent(ONE_STEP))
-    assert answer.printed.startswith(f"{[0] * 8 + [0, 64, 64, 64, 0, 0, 7, 5]} [3, 4] [True, False]\n"), answer.printed
+    expected = [*[1024] * 8, 8192, 64, 64, 64, 64, 8, 7, 5]
+    assert answer.printed.startswith(f"{expected} [3, 4] [True, False]\n"), answer.printed
     assert lines_of(answer.found["places_read"]) == marked(script)
 
 
@@ -119,7 +116,7 @@ def test_integers_that_the_user_states_are_read_and_no_longer_guessed(rehearse: 
     script = """
         import torch
 
-        labels, answers = torch.randint(0, 10, (64,), device="cuda"), torch.zeros(64, 10, device="cuda")
+        labels, answers = torch.randint(0, 10, (64,), device="cuda"), torch.randn(64, 10, device="cuda")
         rows = labels.max().item()  # guessed
         columns = int(answers.sum())  # guessed
         kinds = labels.unique().numel()  # guessed
@@ -241,7 +238,7 @@ def test_generation_without_known_tokens_ends_at_its_limit(rehearse: Rehearse) -
             inside = generate()
         with torch.device("cuda"):
             assert torch.ones(4).is_cuda
-        if not (torch.isfinite(torch.zeros(4, device="cuda")).all() and (drawn() == end).all()):
+        if not (torch.isfinite(torch.zeros(4, device="cuda")).all() and (drawn() == (end > 0)).all()):
             raise ValueError("checks are true")
         print("tokens", first, generate(), inside)
     """
@@ -266,7 +263,9 @@ def test_counts_and_comparisons_of_host_values_are_known(rehearse: Rehearse) -> 
             assert labels[:, 0].tolist() == labels.t()[0].cpu().tolist() == [0, 10, 20, 30]
             assert lengths[lengths > 2].shape == (2,)
             assert ((lengths > 2) & (lengths < 5)).nonzero().tolist() == [[0]]
-            lengths.remainder_(7)
+            lengths.remainder_(4)
+            assert lengths.tolist() == [3, 1, 2]
+            lengths.mul_(torch.randint(1, 9, (1,), device="cuda"))
             range(lengths.max().item())  # guessed
             nested_numpify(lengths)  # as Trainer does, to compute metrics
     """
@@ -298,12 +297,15 @@ def test_arithmetic_on_integers_of_the_host_gives_sizes_and_masks(rehearse: Rehe
         assert counts.tolist() == [0, 5, 2, 2] and counts.max().item() == 5
         assert counts.fill_(3).mul_(2).tolist() == [6] * 4
         counts[0] = patches.float().sum().long()
+        assert counts.tolist() == [1176, 6, 6, 6]
+        counts[0] = (torch.rand(2, device="cuda") * 4).long().sum()
         range(counts[0].item())  # guessed
+        assert counts[1:].tolist() == [6, 6, 6]
         mask = torch.arange(8, device="cuda") < torch.tensor([3, 5]).cuda()[:, None]
         assert torch.zeros(2, 8, device="cuda")[mask].shape == (8,)
-        hidden = torch.zeros(2, 8, 4, device="cuda", requires_grad=True)
+        hidden = torch.randn(2, 8, 4, device="cuda", requires_grad=True)
         assert hidden.masked_select(mask[..., None]).shape == (32,)
-        images = torch.zeros(8, 4, device="cuda", requires_grad=True)
+        images = torch.randn(8, 4, device="cuda", requires_grad=True)
         hidden.masked_scatter(mask[..., None], images).sum().backward()
         assert images.grad.shape == (8, 4)
         range((patches + (images[0, 0] > 0)).max().item())  # guessed
@@ -454,21 +456,3 @@ def test_mask_with_one_element_on_the_host_selects_it(rehearse: Rehearse) -> Non
     """
     answer = rehearse(script)
     assert answer.found["rank_peaks"][0]["allocated_bytes"] > 2 * 32768 * 1024 * 4
-
-
-@pytest.mark.parametrize(
-    ("name", "args", "kwargs", "limits"),
-    [
-        ("argmax", (), {}, (0, 40)),
-        ("argmax", (0,), {}, (0, 8)),
-        ("argmax", (), {"dim": 0}, (0, 8)),
-        ("argsort", (), {"descending": True}, (0, 5)),
-        ("argsort", (0,), {}, (0, 8)),
-        ("multinomial", (2,), {"replacement": True}, (0, 5)),
-    ],
-)
-def test_random_indices_are_below_the_size_of_their_dimension(
-    name: str, args: tuple[int, ...], kwargs: dict[str, object], limits: tuple[int, int]
-) -> None:
-    assert _LIMITS[name](scores := torch.rand(8, 5), *args, **kwargs) == limits
-    assert int(getattr(torch, name)(scores, *args, **kwargs).max()) < limits[1]

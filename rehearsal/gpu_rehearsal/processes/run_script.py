@@ -45,7 +45,8 @@ from gpu_rehearsal.recording.steps import StepRecorder, flush
 from gpu_rehearsal.replacing import after_import
 from gpu_rehearsal.report.record import NEEDS_OTHERS
 from gpu_rehearsal.settings import RankSettings
-from gpu_rehearsal.values.device_values import LARGE, DeviceValues
+from gpu_rehearsal.values.device_values import DeviceValues
+from gpu_rehearsal.values.known import LARGE
 
 SHARED = "torch.distributed.fsdp", "torch.distributed.tensor", "torch._dynamo"
 """Modules that most scripts import. Libraries are not among them: many of them use CUDA, which forbids to fork."""

@@ -238,11 +238,11 @@ class StepRecorder:
             },
         )
 
-    def has_read(self, place: str) -> None:
+    def has_read(self, place: str, is_check: bool = False) -> None:
         """Record that the script reads an unknown value, and how many bytes it has allocated until then."""
         self._reads += 1
         if self._reads < MOST_READS or not place[-1].isdecimal():
-            self.write("read", {"at": place, "total_bytes": _total_bytes()})
+            self.write("read", {"at": place, "total_bytes": _total_bytes(), "is_check": is_check})
 
     def routes(self, place: str) -> None:
         """Record that the script counts the tokens of experts at this place."""

@@ -56,8 +56,8 @@ class Record:
     end: dict[str, Any] = field(default_factory=dict)
     """The peaks after the last step, and facts about the end of the script; empty if it was killed."""
     reads: list[dict[str, Any]] = field(default_factory=list)
-    """The places where the script has read guessed values, and the bytes that it had allocated in total (`at`,
-    `total_bytes`)."""
+    """The places where the script has read guessed values, or checked for NaN or infinity, and the bytes that it had
+    allocated in total (`at`, `total_bytes`, `is_check`)."""
     routing: list[str] = field(default_factory=list)
     """Places that count the tokens of experts, which are spread evenly."""
     child: str = ""
@@ -216,7 +216,8 @@ class Record:
     @property
     def places_read(self) -> list[str]:
         """The places where the script has read guessed values, in the order of their first reads."""
-        return [at for at in dict.fromkeys(each["at"] for each in self.reads) if at not in (END_OF_STEP, END)]
+        reads = (each["at"] for each in self.reads if not each["is_check"])
+        return [at for at in dict.fromkeys(reads) if at not in (END_OF_STEP, END)]
 
     @property
     def last_read(self) -> str:

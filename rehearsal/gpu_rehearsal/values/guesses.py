@@ -26,12 +26,15 @@ import torch
 
 from gpu_rehearsal.adapters import folders_with_adapters
 from gpu_rehearsal.hangs.explain import nodes_of
+from gpu_rehearsal.values.known import Bounds
 
 _PACKAGE = str(Path(__file__).parents[1]) + os.sep
-_HERE, _TORCH, _NUMPY = (os.path.dirname(file) + os.sep for file in (__file__, torch.__file__, numpy.__file__))
+_TORCH, _NUMPY = (os.path.dirname(file) + os.sep for file in (torch.__file__, numpy.__file__))
+_MOST = 2**24
+"""Wider bounds are not those of a size."""
 MOST_ITERATIONS = 4096
 """A guessed condition ends no loop until it was read this many times."""
-_NO_PLACE = re.compile(f"{re.escape(_TORCH)}|{re.escape(_HERE)}|<|.*/torchinductor_")
+_NO_PLACE = re.compile(f"{re.escape(_TORCH)}|{re.escape(_PACKAGE)}|<|.*/torchinductor_")
 _NOT_DRAWN = {"_maybe_opt_step", "has_overflow", "add_node_replacement"}
 """Functions that read whether gradients are finite, or a constant to compile."""
 _COLLECTIVES = r"torch/distributed/(distributed_c10d|c10d_logger)\.py$"
@@ -48,15 +51,15 @@ class Guesses:
         """The values that the user states, by place."""
         self.not_finite = False
         """True: most floats are NaN, and checks for NaN and infinity find them."""
-        self.on_read: Callable[[str], object] = lambda place: None
-        """Called with each place that reads an unknown value."""
+        self.on_read: Callable[[str, bool], object] = lambda place, is_check: None
+        """Called with each place that reads an unknown value, and whether it checks for NaN or infinity."""
         self.on_routing: Callable[[str], object] = lambda place: None
         """Called with each place that counts the tokens of experts."""
         self._times = Counter[str]()
         self._drawn: tuple[random.Random, int] | None = None
         """The source of the last number, if it was random, and how often its place was read."""
 
-    def number(self, usual: float = 0.0) -> float:
+    def number(self, bounds: Bounds | None = None) -> float:
         """Return an unknown float."""
         if caller().f_code.co_name == "_get_value":  # on the device after a state was loaded; optimizers divide by it
             return 1.0
@@ -65,8 +68,9 @@ class Guesses:
             return self.fixed[place]
         if chance:
             self._drawn = chance, self._times[place]
-            return _random_float(*self._drawn)
-        return math.nan if self._is_nan(place) else usual
+            found = _random_float(*self._drawn)
+            return _within(bounds, *self._drawn, found) if bounds else found
+        return math.nan if self._is_nan(place) else _nearest(bounds, 0.0)
 
     def compare_randomly(self, read: Callable[[torch.Tensor], Any]) -> Callable[[torch.Tensor], Any]:
         """Wrap a function that reads a number: if this is random, so are the results of comparing it."""
@@ -89,14 +93,15 @@ class Guesses:
 
         return self._choose(usual, draw)
 
-    def integer(self, usual: int = 0, limits: tuple[int, int] | None = None) -> int:
-        """Return an unknown integer; a random one is at least `limits[0]` and below `limits[1]`."""
+    def integer(self, bounds: Bounds | None = None) -> int:
+        """Return an unknown integer."""
 
         def draw(chance: random.Random, times: int) -> int:
             self._drawn = chance, times
-            return _random_integer(chance, times, limits)
+            found = _random_integer(chance, times)
+            return int(_within(bounds, chance, times, found)) if bounds else found
 
-        return int(self._choose(usual, draw))
+        return int(self._choose(_nearest(bounds, 0), draw))
 
     def condition(self, usual: bool) -> bool:
         """Return the result of a condition on an unknown value.
@@ -113,34 +118,33 @@ class Guesses:
             usual = continues if self._times[place_of(reader)] < MOST_ITERATIONS else not continues
         return bool(self._choose(usual, _random_condition))
 
-    def check(self, usual: bool) -> bool:
-        """Return the result of a check for NaN or infinity."""
-        only_raises, place = _condition_of(caller())[2], self._read()[0]
-        if place in self.fixed:
-            return bool(self.fixed[place])
-        return usual != (self._is_nan(place) and not only_raises)
+    def check(self, finite: bool) -> bool:
+        """Return the result of a check for NaN or infinity, given that for finite numbers."""
+        place = self._read(is_check=True)[0]
+        if not self.not_finite or place in self.fixed:
+            return bool(self.fixed.get(place, finite))
+        only_raises = _condition_of(caller())[2]
+        return finite != (self._is_nan(place) and not only_raises)
 
     def _is_nan(self, place: str) -> bool:
         """Return True if this read is NaN. Every third is not, so that a script that skips such steps takes others."""
         return self.not_finite and place != "" and self._times[place] % 3 != 2
 
-    def values(self, tensor: torch.Tensor, usual: bool | None = None, limits: tuple[int, int] | None = None) -> None:
-        """Fill a tensor on the host with unknown values: usually with `usual`, or with what it has."""
+    def values(self, tensor: torch.Tensor, usual: bool, bounds: Bounds | None = None) -> None:
+        """Fill a tensor on the host with unknown values."""
         place, chance = self._read()
         if place in self.fixed:
             tensor.fill_(self.fixed[place])
         elif chance is None:
-            tensor.copy_(tensor if usual is None else torch.tensor(usual))
-            if self._is_nan(place) and tensor.is_floating_point():
-                tensor.fill_(math.nan)
+            tensor.fill_(math.nan if self._is_nan(place) and tensor.is_floating_point() else _nearest(bounds, usual))
         elif tensor.dtype is torch.bool:
             tensor.copy_(torch.rand(tensor.shape, generator=_generator(chance)) < 0.5)
-        elif tensor.is_floating_point():
-            largest = _random_float(chance, self._times[place])
-            tensor.copy_(largest * torch.rand(tensor.shape, generator=_generator(chance)))
         elif not tensor.is_complex():
-            low, high = limits or (0, _random_integer(chance, self._times[place]) + 1)
-            tensor.copy_(torch.randint(low, high, tensor.shape, generator=_generator(chance)))
+            times, whole = self._times[place], not tensor.is_floating_point()
+            usual_high = _random_integer(chance, times) if whole else _random_float(chance, times)
+            low, high = bounds if bounds and max(map(abs, bounds)) < _MOST else (0, usual_high)
+            shares = torch.rand(tensor.shape, generator=_generator(chance))
+            tensor.copy_(low + ((high - low + whole) * shares).clamp(max=high - low))
 
     def received(self, values: torch.Tensor) -> None:
         """Change integers that a line of the script, not of a library, receives from other ranks."""
@@ -174,16 +178,16 @@ class Guesses:
             return self.fixed[place]
         return usual if chance is None else draw(chance, self._times[place])
 
-    def _read(self) -> tuple[str, random.Random | None]:
+    def _read(self, *, is_check: bool = False) -> tuple[str, random.Random | None]:
         """Report the place of a read. Return it with a source of random values; None if it gets the usual one."""
         reader = caller()
         place = place_of(reader)
         file, functions = reader.f_code.co_filename, {reader.f_code.co_name}
         functions |= {reader.f_back.f_code.co_name} if reader.f_back else set()  # around a generator expression
-        in_library = place.startswith((_PACKAGE, *folders_with_adapters()))
+        in_library = place.startswith(folders_with_adapters())
         if functions & _NOT_DRAWN or file == torch._tensor_str.__file__ or in_library:
             return "", None
-        self.on_read(place)
+        self.on_read(place, is_check)
         self._times[place] += 1
         if self.kept is None or place in self.kept:
             return place, None
@@ -212,10 +216,22 @@ def _compare(chance: random.Random, times: int, usual: bool) -> bool:
     return _random_condition(chance, times)
 
 
-def _random_integer(chance: random.Random, times: int, limits: tuple[int, int] | None = None) -> int:
-    """Return an integer within limits. Without limits, it is often a small one, because it may be an index."""
-    if limits or times == 1:
-        return chance.randrange(*limits) if limits else 1
+def _nearest(bounds: Bounds | None, value: float) -> float:
+    return max(bounds[0], min(bounds[1], value)) if bounds else value
+
+
+def _within(bounds: Bounds, chance: random.Random, times: int, other: float) -> float:
+    """Return in turns the largest number within bounds and a random one; instead of one without limit, another."""
+    low, high = bounds
+    if high - low > _MOST:
+        return _nearest(bounds, other)
+    return high if times % 2 else low + chance.random() * (high - low)
+
+
+def _random_integer(chance: random.Random, times: int) -> int:
+    """Return an integer that is often small, because it may be an index."""
+    if times == 1:
+        return 1
     return chance.randint(0, min(times, 8)) if chance.random() < 0.7 else int(10 ** chance.uniform(1, 4))
 
 
@@ -263,9 +279,9 @@ for _name in "lt", "le", "gt", "ge", "add", "radd", "sub", "rsub", "mul", "rmul"
 
 
 def caller() -> FrameType:
-    """Return the innermost frame outside this folder and numpy. If a thread lacks it, return the main thread's."""
+    """Return the innermost frame outside this package and numpy. If a thread lacks it, return the main thread's."""
     frame: FrameType | None = sys._getframe(1)
-    while frame and frame.f_code.co_filename.startswith((_HERE, _NUMPY)):
+    while frame and frame.f_code.co_filename.startswith((_PACKAGE, _NUMPY)):
         frame = frame.f_back
     return frame or sys._current_frames()[threading.main_thread().ident or 0]
 
