@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from itertools import takewhile
+from typing import Any
 
 from gpu_rehearsal.gpus import Gpu
 from gpu_rehearsal.processes.start import rehearse_once
@@ -36,12 +37,12 @@ def rehearse_with_values(
         print("rehearse: the script reads computed values: once more, with random ones", file=sys.stderr)
     spent, ends, interrupted = [found.cpu_s], list[str](), False
 
-    def differing(kept: Sequence[str] | None, *, not_finite: bool = False) -> RehearsalResult | None:
+    def differing(kept: Sequence[str] | None, **options: Any) -> RehearsalResult | None:
         """Rehearse with random values, except at these places, or with NaN. Return the result if its memory differs."""
         nonlocal interrupted
         if interrupted:
             return None
-        changed = settings._replace(ranks=found.ranks, kept=kept, not_finite=not_finite)
+        changed = settings._replace(ranks=found.ranks, kept=kept, **options)
         try:
             other = _rehearse(changed, command, gpu, quiet=True)
         except KeyboardInterrupt:
@@ -71,8 +72,16 @@ def rehearse_with_values(
         others[place if place in others else NOT_FINITE + place] = other
     if interrupted:
         return replace(found, interrupted=True, untried=found.places_read)
+    apart = _hang_of_one(found, differing) if len(found.rank_peaks) > 1 else {}
     found = _merged(found, others)
-    return replace(found, cpu_s=sum(spent), ended_by=next(iter(ends), ""))
+    return replace(found, cpu_s=sum(spent), ended_by=next(iter(ends), ""), hang_of_one=apart)
+
+
+def _hang_of_one(found: RehearsalResult, differing: Callable[..., RehearsalResult | None]) -> dict[str, Any]:
+    """Return the hang if the last rank alone reads random values, unless these make it fail; {} if there is none."""
+    other = differing(None, apart=found.rank_peaks[-1]["rank"])
+    failed = other is None or any(each["does"].startswith("raised") for each in other.hang.get("others", ()))
+    return {} if failed or other is None else other.hang
 
 
 def _rehearse(settings: RankSettings, command: Sequence[str], gpu: Gpu, *, quiet: bool) -> RehearsalResult:

@@ -56,22 +56,22 @@ CASES = {
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str, int], RehearsalResult]]:
+def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., RehearsalResult]]:
     """Return a function that rehearses a script on this many ranks, in one folder, so that torch is imported once."""
     skip_without_null_device()
     before = os.getcwd()
     os.chdir(tmp_path_factory.mktemp("causes"))
 
-    def rehearse_script(script: str, ranks: int) -> RehearsalResult:
+    def rehearse_script(script: str, ranks: int, once: bool = True) -> RehearsalResult:
         Path("train.py").write_text(BEGINS + script)
-        return rehearse("train.py", ranks=ranks, together=True, once=True, quiet=True)
+        return rehearse("train.py", ranks=ranks, together=True, once=once, quiet=True)
 
     yield rehearse_script
     os.chdir(before)
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_cause_is_right_or_absent(run: Callable[[str, int], RehearsalResult], name: str) -> None:
+def test_cause_is_right_or_absent(run: Callable[..., RehearsalResult], name: str) -> None:
     script, cause = CASES[name]
     found = run(script, 3)
     assert found.outcome is Outcome.HANGS, found.verdict()
@@ -79,7 +79,7 @@ def test_cause_is_right_or_absent(run: Callable[[str, int], RehearsalResult], na
 
 
 @pytest.mark.parametrize("name", BUGS)
-def test_known_bug_is_found_and_its_fix_is_not(run: Callable[[str, int], RehearsalResult], name: str) -> None:
+def test_known_bug_is_found_and_its_fix_is_not(run: Callable[..., RehearsalResult], name: str) -> None:
     bug = BUGS[name]
     found = run(bug.script, bug.ranks)
     assert found.verdict().startswith(bug.verdict), found.verdict()
@@ -87,3 +87,31 @@ def test_known_bug_is_found_and_its_fix_is_not(run: Callable[[str, int], Rehears
     assert bug.script.count(bug.fixed[0]) == 1
     fixed = run(bug.script.replace(*bug.fixed), bug.ranks)
     assert fixed.fits, (fixed.verdict(), fixed.output)
+
+
+SPIKE = """
+for step in range(4):
+    loss = layer(x).mean()
+    {first}
+    if loss.item() > 10:
+        {then}
+    dist.all_reduce(x)
+"""
+
+
+@pytest.mark.parametrize(
+    ("first", "then", "hangs"),
+    [
+        ("", "continue", True),
+        ("loss = loss.detach()\n    dist.all_reduce(loss)", "continue", False),
+        ("", "print(loss.item())", False),
+    ],
+    ids=["own value", "all-reduced", "only printed"],
+)
+def test_rank_that_decides_by_its_own_value_is_found(
+    run: Callable[..., RehearsalResult], first: str, then: str, hangs: bool
+) -> None:
+    found = run(SPIKE.format(first=first, then=then), 2, once=False)
+    assert found.fits, (found.verdict(), found.output)
+    assert ("hangs if one rank alone reads other values" in found.verdict()) == hangs == bool(found.hang_of_one)
+    assert not hangs or found.hang_of_one["waits"][0]["ranks"] == [0]

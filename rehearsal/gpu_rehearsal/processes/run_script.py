@@ -119,6 +119,8 @@ def main(
             rank, after_last_step = fork_ranks(running, folder, command)
             recorder.move_to(folder / str(rank), after_last_step)
         recorder.write("process", memory)
+        if rank == settings.apart:
+            guesses.kept, guesses.decides_apart = [], True
         return rank, running
 
     guesses, values.skew = values.guesses, settings.skew

@@ -98,6 +98,8 @@ class Record:
     """The largest value of the range in the command that fits; 0 if none does; None without a range or an answer."""
     hang: dict[str, Any] = field(default_factory=dict)
     """Which ranks wait for which others (see `hangs.py`); empty if none do."""
+    hang_of_one: dict[str, Any] = field(default_factory=dict)
+    """The hang if one rank alone reads other values; empty if there is none."""
 
     @classmethod
     def read(cls, path: Path, **about: Any) -> Self:

@@ -190,6 +190,7 @@ def _remarks(found: Record) -> str:
         LARGER.format_map(defaultdict(int, found.later_batch)): found.later_batch,
         _guessed(found): True,
         f"; other values were not tried at {shortened(found.untried)}": found.untried,
+        "; hangs if one rank alone reads other values, unless they are all-reduced (see below)": found.hang_of_one,
         f"; the number of steps depends on a guessed value at {found.ended_by}": found.ended_by,
         "; not all memory is counted (see below)": any("more memory" in each for each in found.end.get("notes", ())),
         "; an optimizer took no step": found.steps and found.end.get("idle"),

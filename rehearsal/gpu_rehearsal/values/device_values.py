@@ -27,6 +27,8 @@ _MESSAGES = (
 )  # fmt: skip
 """Operations of process groups."""
 _BETWEEN_TWO = ("send", "recv_", "recv_any_source_")
+_EQUAL_ON_RANKS = ("allreduce_", "broadcast_", "allgather_", "_allgather_base_")
+"""Operations after which all ranks of a group have the same values."""
 _RECEIVING = ("broadcast_", "scatter_", "recv_", "recv_any_source_")
 """Operations after which a tensor has the values of another rank."""
 _DYNAMIC = "_unique2", "unique_dim", "unique_consecutive", "repeat_interleave.Tensor"
@@ -105,6 +107,8 @@ class DeviceValues:
             self._write_of_other_ranks(name, args, group, reduction, [on_host(each) for each in written])
         for each in written:
             (self.known.add if known and each.is_cuda else self.known.forget)(each)
+            if group.size() == dist.get_world_size() and name in _EQUAL_ON_RANKS:
+                vars(each.untyped_storage())["equal"] = _version(each)
         return result
 
     def _write_of_other_ranks(
@@ -178,7 +182,8 @@ class DeviceValues:
         if tensor.dtype is torch.bool:
             return self.guesses.condition(hasattr(tensor, _ALL))
         if tensor.is_floating_point() or tensor.is_complex():
-            return self.guesses.number(bounds)
+            equal = getattr(tensor.untyped_storage(), "equal", None) == _version(tensor)
+            return 0.0 if equal and self.guesses.decides_apart else self.guesses.number(bounds)
         return self.guesses.integer(bounds)
 
     def _nonzero(self, mask: torch.Tensor) -> torch.Tensor:
@@ -212,6 +217,10 @@ class DeviceValues:
 
 def _is_small(tensor: torch.Tensor) -> bool:
     return tensor.numel() < LARGE_TO_SEND and (tensor.numel() <= 1 or not tensor.is_floating_point())
+
+
+def _version(tensor: torch.Tensor) -> int:
+    return -1 if tensor.is_inference() else tensor._version
 
 
 def _mark(kernel: Kernel) -> Kernel:

@@ -51,6 +51,8 @@ class Guesses:
         """The values that the user states, by place."""
         self.not_finite = False
         """True: most floats are NaN, and checks for NaN and infinity find them."""
+        self.decides_apart = False
+        """True: conditions that end an iteration or a function are random, too, as on no other rank."""
         self.on_read: Callable[[str, bool], object] = lambda place, is_check: None
         """Called with each place that reads an unknown value, and whether it checks for NaN or infinity."""
         self.on_routing: Callable[[str], object] = lambda place: None
@@ -78,7 +80,7 @@ class Guesses:
         def item(tensor: torch.Tensor) -> Any:
             self._drawn = None
             found = read(tensor)
-            return _random_number(found, partial(_compare, *self._drawn)) if self._drawn else found
+            return _random_number(found, partial(_compare, self.decides_apart, *self._drawn)) if self._drawn else found
 
         return item
 
@@ -89,7 +91,7 @@ class Guesses:
 
         def draw(chance: random.Random, times: int) -> float:
             value = usual * chance.uniform(0.5, 1) * (0.1, 10)[times % 2]
-            return _random_number(value, partial(_compare, chance, times))  # type: ignore[no-any-return]
+            return _random_number(value, partial(_compare, self.decides_apart, chance, times))  # type: ignore[no-any-return]
 
         return self._choose(usual, draw)
 
@@ -114,7 +116,7 @@ class Guesses:
         _, continues, only_raises = _condition_of(reader)
         if only_raises:
             return usual if continues is None else continues
-        if continues is not None and not reader.f_code.co_filename.startswith(_TORCH):
+        if continues is not None and not self.decides_apart and not reader.f_code.co_filename.startswith(_TORCH):
             usual = continues if self._times[place_of(reader)] < MOST_ITERATIONS else not continues
         return bool(self._choose(usual, _random_condition))
 
@@ -208,10 +210,11 @@ def _random_condition(chance: random.Random, times: int) -> bool:
     return times == 1 or chance.random() < (0.1 if (times - 1) // 4 % 2 else 0.9)
 
 
-def _compare(chance: random.Random, times: int, usual: bool) -> bool:
-    """Return the result of comparing a random number: a random one, except that functions and iterations go on."""
+def _compare(apart: bool, chance: random.Random, times: int, usual: bool) -> bool:
+    """Return the result of comparing a random number: a random one, except that functions and iterations go on unless
+    this rank decides apart."""
     at, continues, only_raises = _condition_of(caller())
-    if only_raises or (isinstance(at, ast.If) and continues is not None):
+    if only_raises or (not apart and isinstance(at, ast.If) and continues is not None):
         return usual if continues is None else continues
     return _random_condition(chance, times)
 
