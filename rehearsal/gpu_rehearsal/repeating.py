@@ -11,10 +11,11 @@ from itertools import takewhile
 from typing import Any
 
 from gpu_rehearsal.gpus import Gpu
+from gpu_rehearsal.processes.representatives import representatives
 from gpu_rehearsal.processes.start import rehearse_once
 from gpu_rehearsal.report.record import END, END_OF_STEP, NOT_FINITE, USUAL
 from gpu_rehearsal.report.result import RehearsalResult
-from gpu_rehearsal.settings import RankSettings
+from gpu_rehearsal.settings import MOST_RANKS, RankSettings
 
 MOST_RANDOM = 8
 """Rehearsals with random values."""
@@ -27,6 +28,10 @@ def rehearse_with_values(
 
     If memory differs, find the places that decide this, until random values at all others make no difference.
     """
+    if settings.together is not None and not settings.together and ranks and ranks > MOST_RANKS:
+        alone = _rehearse(settings._replace(ranks=ranks, together=None, rank=0, steps=1), command, gpu, quiet=True)
+        chosen = representatives(alone.groups, ranks)
+        settings = settings._replace(together=chosen, rank=chosen[-1])
     found = _rehearse(settings._replace(ranks=ranks), command, gpu, quiet=quiet)
     checks = found.end.get("checks_for_nan")
     if not found.fits or not (found.places_read or checks):

@@ -9,7 +9,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 dist.init_process_group("nccl")
 RANK, RANKS = dist.get_rank(), dist.get_world_size()
-torch.cuda.set_device(RANK)
+torch.cuda.set_device(RANK % 8)
 x = torch.ones(4, 16, device="cuda")
 layer, counts, yes = torch.nn.Linear(16, 16, device="cuda"), [3, 0, 3], [True, True, True]
 """

@@ -115,3 +115,28 @@ def test_rank_that_decides_by_its_own_value_is_found(
     assert found.fits, (found.verdict(), found.output)
     assert ("hangs if one rank alone reads other values" in found.verdict()) == hangs == bool(found.hang_of_one)
     assert not hangs or found.hang_of_one["waits"][0]["ranks"] == [0]
+
+
+MESH = """
+from torch.distributed.device_mesh import init_device_mesh
+mesh = init_device_mesh("cuda", (128, 8), mesh_dim_names=("dp", "tp"))
+for step in range(2):
+    dist.all_reduce(x, group=mesh.get_group("tp"))
+    if not ({skips}):
+        dist.all_reduce(x, group=mesh.get_group("dp"))
+    dist.all_reduce(x)
+"""
+
+
+@pytest.mark.parametrize(
+    ("skips", "hangs"),
+    [("RANK >= 1016", True), ("RANK == 0 and step == 1", True), ("step == 1", False), ("RANK == 517", False)],
+    ids=["last replica", "rank 0", "all ranks", "rank that does not run"],
+)
+def test_representatives_stand_for_1024_ranks(run: Callable[..., RehearsalResult], skips: str, hangs: bool) -> None:
+    found = run(MESH.format(skips=skips), 1024)
+    ran = [each["rank"] for each in found.rank_peaks]
+    assert ran == [0, 4, 7, 512, 516, 519, 1016, 1020, 1023]
+    assert (found.outcome is Outcome.HANGS) == hangs, found.verdict()
+    assert (found.kinds > 1) == hangs
+    assert "9 of 1,024 ranks ran (ranks 0, 4, 7, 512, 516, 519, 1016, 1020, 1023)" in found.as_text()

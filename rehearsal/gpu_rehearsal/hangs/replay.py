@@ -240,6 +240,15 @@ class Replay:
         """Return the ranks of a communicator."""
         return [name for name, each in self.recordings.items() if group in each.places]
 
+    @property
+    def kinds(self) -> int:
+        """How many different sequences of calls the ranks have made, in communicators with the same descriptions."""
+        found = set[tuple[object, ...]]()
+        for each in self.recordings.values():
+            calls = sorted((call for calls in each.calls.values() for call in calls), key=lambda call: call.order)
+            found.add(tuple((self.description(call.lane[0]), call.verb, call.what, call.line) for call in calls))
+        return len(found)
+
     def description(self, group: str) -> str:
         """Return torch's description of a communicator."""
         return next((text for each in self.recordings.values() if (text := each.descriptions.get(group))), "")

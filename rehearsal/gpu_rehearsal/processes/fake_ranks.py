@@ -20,7 +20,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
 from gpu_rehearsal.errors import CannotRehearse
-from gpu_rehearsal.recording.calls import record_description, record_host_call
+from gpu_rehearsal.recording.calls import record_description, record_group, record_host_call
 from gpu_rehearsal.recording.operations import RECORDER
 from gpu_rehearsal.replacing import replace_everywhere
 from gpu_rehearsal.settings import ONE_MACHINE
@@ -50,6 +50,8 @@ class FakeRanks:
     def __init__(self, run: Callable[[Sequence[str]], None]) -> None:
         """`run` runs the command that a launcher would start on each rank."""
         self._run = run
+        self.on_group: Callable[[Sequence[int]], object] = lambda members: None
+        """Called with the ranks of each group that this rank creates."""
 
     def install(self) -> None:
         """Replace torch's functions in all modules."""
@@ -106,6 +108,7 @@ class FakeRanks:
         record_host_call("init_process_group", waits_for, "init_process_group")
         record_description("all ranks")
         self._real_init(backend, store=store, rank=self._rank, world_size=self._ranks)
+        record_group(dist.group.WORLD)
         if backend == "fake":
             _save_checkpoints_without_other_ranks()
 
@@ -116,14 +119,22 @@ class FakeRanks:
             record_host_call("new_group", self._running, f"new_group of ranks {members}")
         if self._rank in members:
             record_description(kept.get("group_desc") or "")
-        return self._real_new_group(ranks, backend=self._backend(members), **kept)
+            self.on_group(members)
+        group = self._real_new_group(ranks, backend=self._backend(members), **kept)
+        record_group(group)
+        return group
 
     def _split_group(self, parent_pg: Any = None, split_ranks: Any = None, *args: Any, **options: Any) -> Any:
         parent = parent_pg or dist.distributed_c10d._get_default_group()
         members = dist.get_process_group_ranks(parent)
         record_host_call(f"splits of {parent.group_name}", members, f"split_group into ranks {split_ranks}")
         record_description(options.get("group_desc") or "")
-        return self._real_split(parent_pg, split_ranks, *args, **options)
+        for each in split_ranks if split_ranks and not isinstance(split_ranks[0], int) else [split_ranks or ()]:
+            if self._rank in each:
+                self.on_group(each)
+        group = self._real_split(parent_pg, split_ranks, *args, **options)
+        record_group(group)
+        return group
 
     def _broadcast_object_list(
         self, object_list: Any, src: Any = None, group: Any = None, *args: Any, **kw: Any

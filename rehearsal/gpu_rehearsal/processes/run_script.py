@@ -127,6 +127,7 @@ def main(
     guesses.kept, guesses.fixed, guesses.not_finite = settings.kept, settings.fixed, settings.not_finite
     guesses.on_read, guesses.on_routing = recorder.has_read, recorder.routes
     values.alone = settings.together is None
+    fake_ranks.on_group = lambda members: recorder.write("group", {"ranks": [*members]})
     fake_ranks.begin(settings.rank, settings.ranks, start_ranks, folder / "store")
     _run_recorded(recorder, command)
 

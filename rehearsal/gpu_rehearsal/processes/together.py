@@ -64,7 +64,7 @@ def fork_ranks(ranks: Sequence[int], folder: Path, command: Sequence[str]) -> tu
     refused = any(each.error.startswith("CannotRehearse") for each in ended.values())
     killed = any(status is not None and status < 0 for status in statuses.values())
     hang = {} if killed or refused or all(statuses.values()) else explain(replay, ended)
-    (folder / COMPARED).write_text(json.dumps({"collectives": replay.calls, "hang": hang}))
+    (folder / COMPARED).write_text(json.dumps({"collectives": replay.calls, "hang": hang, "kinds": replay.kinds}))
     os._exit(0)
 
 

@@ -62,6 +62,12 @@ def record_description(text: str) -> None:
         device.record("describe", text)
 
 
+def record_group(group: Any) -> None:
+    """Record that this rank is a member of a group of which only some ranks run."""
+    if _started and isinstance(group, dist.ProcessGroup) and group.size() > 1 and dist.get_backend(group) == "fake":
+        _describe(group.group_name, group, 0)
+
+
 def record_fake(group: dist.ProcessGroup, what: str, tensors: Sequence[torch.Tensor]) -> None:
     """Record a collective of a group of which only some ranks run. No stream waits for it."""
     if _started and group.size() > 1:

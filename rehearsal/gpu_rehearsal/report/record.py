@@ -67,6 +67,10 @@ class Record:
     gpu: Gpu | None = None
     rank_peaks: list[dict[str, Any]] = field(default_factory=list)
     """Peaks of each rank that ran: rank, allocated_bytes, reserved_bytes."""
+    groups: list[list[int]] = field(default_factory=list)
+    """The ranks of each group that this rank has created."""
+    kinds: int = 0
+    """How many different sequences of collectives the ranks that ran have made."""
     searches: list[dict[str, Any]] = field(default_factory=list)
     """A recipe's searches: stage, text, result."""
     message: str = ""
@@ -124,6 +128,7 @@ class Record:
             traced=dict(*found["work"][-1:]) if all(each["timed"] for each in found["setting"]) else {},
             setting="".join(each["text"] for each in found["setting"]),
             held=dict(*found["held"][:1]),
+            groups=[each["ranks"] for each in found["group"]],
             later_batch=dict(*found["later"]),
             searches=found["search"],
             message="".join(each["text"] for each in found["message"][-1:]),

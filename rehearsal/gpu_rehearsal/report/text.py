@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from gpu_rehearsal.formatting import count_of, ranks_named
 from gpu_rehearsal.hangs import explain
 from gpu_rehearsal.report.record import GIB, Record
 from gpu_rehearsal.report.step_time import time_lines
@@ -22,7 +23,7 @@ def as_text(found: Record) -> str:
     time = found.recorded_time()
     peaks = [_peak_lines("device", found.devices), _peak_lines("rank", found.rank_peaks)]
     if outcome(found) is Outcome.HANGS:
-        return "\n".join([verdict(found), "", *explain.as_lines(found.hang)])
+        return "\n".join([verdict(found), "", *explain.as_lines(found.hang), *_assumed(found)])
     largest = [f"largest that fits: {found.largest}" if found.largest else "none fits; the smallest:"]
     searched = [largest] * bool(found.largest or (found.largest == 0 and found.out_of_memory))
     sections = [
@@ -83,7 +84,18 @@ def _condition_lines(found: Record) -> list[str]:
         *["later steps may need more memory: --steps 0 runs to the end"] * bool(found.end.get("stopped")),
         *found.end.get("notes", ()),
         *[f"{found.collectives or 0:,} collectives compared: all ranks agree"] * bool(found.collectives),
+        *_assumed(found),
     ]
+
+
+def _assumed(found: Record) -> list[str]:
+    """Return what is assumed about ranks that did not run, if several ran."""
+    ran = [each["rank"] for each in found.rank_peaks]
+    if not 1 < len(ran) < found.ranks:
+        return []
+    kinds = count_of(found.kinds, "sequence") + " of calls"
+    return [f"{len(ran)} of {found.ranks:,} ranks ran ({ranks_named(ran)}) and made {kinds}: the others are assumed to "
+            "make the same"]  # fmt: skip
 
 
 def as_dict(found: Record) -> dict[str, Any]:
