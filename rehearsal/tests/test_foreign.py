@@ -203,3 +203,26 @@ def test_model_without_local_weights_is_built_from_its_config(tmp_path: Path) ->
     save_config(tmp_path)
     note = "this machine has no weights of org/llama; the model is built from its config"
     assert note in rehearsed(tmp_path, BY_NAME)["errors"]
+
+
+FUSED = """
+import megatron.core.utils
+import scaled_masked_softmax_cuda as fused
+from apex.normalization.fused_layer_norm import FusedLayerNormAffineFunction
+scores = torch.zeros(4, 2**20, device="cuda", dtype=torch.bfloat16)
+before = torch.cuda.memory_allocated()
+softmax = fused.forward(scores, None, 1.0)
+gradients = torch.zeros_like(softmax)
+assert fused.backward(gradients, softmax, 1.0).data_ptr() == gradients.data_ptr()
+assert torch.cuda.memory_allocated() - before == 2 * scores.nbytes
+weight = torch.ones(1024, device="cuda")
+normalized = FusedLayerNormAffineFunction.apply(scores.view(-1, 1024).float(), weight, weight, (1024,), 1e-5)
+assert normalized.dtype is torch.float32
+step(torch.nn.Linear(1024, 8, device="cuda"))
+"""
+
+
+def test_megatron_without_apex_takes_the_memory_of_its_kernels(tmp_path: Path) -> None:
+    (tmp_path / "megatron" / "core").mkdir(parents=True)
+    (tmp_path / "megatron" / "core" / "utils.py").touch()
+    assert "Apex is not installed" in rehearsed(tmp_path, FUSED)["errors"]

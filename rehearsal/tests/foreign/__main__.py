@@ -132,7 +132,8 @@ def main() -> None:
     """Rehearse the named scripts, or all and write the summary."""
     scripts = sorted(path for path in (HERE / "scripts").glob("*.py") if path.stem != "models")
     every = [case for script in scripts for case in cases_of(script)]
-    chosen = [case for case in every if not sys.argv[1:] or case.script.stem in sys.argv[1:]]
+    named = [*scripts, *(HERE / "own_environment").glob("*.py")]
+    chosen = [case for script in named if script.stem in sys.argv[1:] for case in cases_of(script)] or every
     results = []
     with ProcessPoolExecutor(int(os.environ.get("WORKERS", "2"))) as pool:
         for found in pool.map(rehearse, chosen):
