@@ -33,7 +33,7 @@ lightning := 2.6.6
 SKYRL := accelerate cloudpathlib datasets fastapi func_timeout hf_transfer jaxtyping loguru orjson pandas pillow polars pybase64 \
 	s3fs tensordict torchdata zstandard
 
-.PHONY: demo demo-dpo demo-ppo demo-hf test test-all coverage test-gpu test-frameworks test-hf test-skyrl test-titan test-nccl test-null published lint faults versions soak crash bench gpu-day docs dist limits clean
+.PHONY: demo demo-dpo demo-ppo demo-hf test test-all coverage test-gpu test-frameworks test-hf test-skyrl test-titan test-launchers test-nccl test-null published lint faults versions soak crash bench gpu-day docs dist limits clean
 
 demo: $(READY)
 	rm -rf runs/demo/full runs/demo/lora
@@ -117,6 +117,15 @@ $(VENV)/titan/ready: pyproject.toml
 	$(PYTHON) -m venv $(@D)
 	$(@D)/bin/python -m pip install --progress-bar off torch==2.15.0 torchtitan==0.3.0 --editable ./rehearsal --editable . \
 		pytest pytest-timeout pytest-xdist hypothesis $(SHOW)
+	touch $@
+
+# validates the examples for schedulers with SkyPilot, Kubeflow and TorchX, in an environment without torch
+test-launchers: $(VENV)/launchers/ready
+	$(VENV)/launchers/bin/python -m pytest --noconftest tests/launchers
+
+$(VENV)/launchers/ready:
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install --progress-bar off skypilot==0.14.1 kubeflow==0.5.0 torchx==0.7.0 pytest pytest-timeout $(SHOW)
 	touch $@
 
 # trains with other frameworks, each in an environment with the versions that it requires (4 GB in all); slow

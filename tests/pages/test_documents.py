@@ -84,6 +84,9 @@ def those_of(program: str, *first: str) -> list[Shown]:
 
 
 RUNS = those_of("tune", "run")
+for path in sorted((ROOT / "examples" / "launchers").glob("*.yaml")):
+    joined = re.sub(r" *\\\n *", " ", path.read_text(encoding="utf-8"))
+    RUNS += [Shown(path, found.removesuffix(" &")) for found in re.findall(r"^ +(tune run .*)$", joined, re.MULTILINE)]
 ANSWERS = those_of("tune-adaptive")
 
 
