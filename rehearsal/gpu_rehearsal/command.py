@@ -136,6 +136,11 @@ def parser_of_command() -> argparse.ArgumentParser:
     parser.add_argument("--jobs", type=_count, default=1, metavar="N", help="cases in parallel")
     parser.add_argument("--update-peaks", action="store_true", help="record the peaks of the cases")
     parser.add_argument("--format", choices=("text", "json"), default="text", help="output format")
+    words = " ".join(re.findall(r"(?m)^  (?:-h, )?(--[a-z-]+)", parser.format_help()))
+    parser.add_argument(
+        "--completion", action="version", version=f"complete -o default -W '{words}' rehearse",
+        help='complete options in bash and zsh: add eval "$(rehearse --completion)" to ~/.bashrc',
+    )  # fmt: skip
     parser.add_argument("words", nargs=argparse.REMAINDER, metavar="command", help="the script and its arguments")
     return parser
 

@@ -75,6 +75,15 @@ def test_unwritable_report_is_an_error(rehearse: Rehearse, monkeypatch: pytest.M
     assert answer.printed.splitlines()[-1].startswith("error: stdout: No space left on device")
 
 
+@pytest.mark.smoke
+def test_shell_completes_options(tmp_path: Path) -> None:
+    program = Path(sys.executable).with_name("rehearse")
+    script = f'eval "$({program} --completion)"; complete -p rehearse'
+    completed = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True).stdout.split()
+    assert {"--ranks", "--price", "--version"} <= {*completed}
+    assert "--batch-size" not in completed  # of an example
+
+
 WAITS = """
     import sys, time, torch
 
@@ -98,7 +107,7 @@ def test_lines_on_standard_error_show_which_rehearsals_run(
     printed = capfd.readouterr()
     assert left.value.code == 0
     assert [row["gpu"] for row in json.loads(printed.out)] == ["4090", "h100"]
-    assert re.search(r"(?m)^rehearse: .*rehearsal 2 of 2, h100, 1 rank, step 3, \d+ s$", printed.err)
+    assert re.search(r"(?m)^rehearse: .*rehearsal 2 of 2, h100, step 3, \d+ s$", printed.err)
 
 
 def test_interrupted_comparison_prints_the_rows_that_have_ended(tmp_path: Path) -> None:

@@ -16,7 +16,15 @@ from pathlib import Path
 
 from torchtune_adaptive.atomic_files import reason, replace_file
 from torchtune_adaptive.checkpoints.store import FoundCheckpoint, find_checkpoints
-from torchtune_adaptive.config.registry import RECIPES, RUN, config_files, file_named, recipe_files, supported_configs
+from torchtune_adaptive.config.registry import (
+    RECIPES,
+    RUN,
+    config_files,
+    file_named,
+    our_configs,
+    recipe_files,
+    supported_configs,
+)
 from torchtune_adaptive.dependencies import RECIPES_EXTRA
 from torchtune_adaptive.errors import AdaptiveError, ConfigError
 from torchtune_adaptive.formatting import printable
@@ -184,9 +192,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Parse the command line. If it is invalid, print the usage and exit."""
     parser = argparse.ArgumentParser(
-        prog="tune-adaptive", description="Recipes, configs and runs of torchtune-adaptive."
-    )
+        prog="tune-adaptive", description="Recipes, configs and runs of torchtune-adaptive.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
     parser.add_argument("--version", action="version", version=f"torchtune-adaptive {version('torchtune-adaptive')}")
+    words = "ls", "cp", "status", "--force", "--help", "--version", *(config.name for config in our_configs())
+    parser.add_argument(
+        "--completion", action="version", version=f"complete -o default -W '{' '.join(words)}' tune-adaptive",
+        help='complete names in bash and zsh: add eval "$(tune-adaptive --completion)" to ~/.bashrc',
+    )  # fmt: skip
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     parsers = {}
     for command in (ls, cp, status):

@@ -53,7 +53,7 @@ def rehearse_once(
     device["NULL_CUDA_NAME"] = f"NVIDIA {gpu.name.upper()} (null device)"  # scripts look for parts such as H100
     environ = script_environment({**DEFAULTS, **os.environ, **_FIXED, **device})
     again = ", again with other values" * (settings.kept is not None or settings.not_finite)
-    what = f"{gpu.name}, {count_of(likely, 'rank')}{again}"
+    what = gpu.name + (f", {count_of(settings.ranks, 'rank')}" if settings.ranks else "") + again
     with tempfile.TemporaryDirectory() as folder, shown(what, Path(folder)):
         request = {"record": folder, "given": settings._asdict(), "command": command}
         ending = execute(request, environ, settings.timeout, output)

@@ -36,6 +36,13 @@ def test_every_installed_recipe_is_registered_and_has_a_config() -> None:
     assert all(path.is_file() for path in recipe_files().values())
 
 
+def test_shell_completes_commands_and_configs(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = output_of(capsys, "--completion")
+    completed = subprocess.run(["bash", "-c", f"{out}complete -p"], capture_output=True, text=True, check=True).stdout
+    assert code == 0
+    assert {"'ls", "status", "adaptive/demo/full"} <= {*completed.split()}
+
+
 def test_ls_lists_supported_configs(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = output_of(capsys, "ls")
     title, *lines = [tuple(line.split()) for line in out.splitlines()]
