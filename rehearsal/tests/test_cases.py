@@ -83,8 +83,12 @@ def test_larger_config_is_reported_by_kind_and_a_killed_script_does_not_end_the_
     (folder / "killed.py").write_text("import os\nos.kill(os.getpid(), 9)\n")
     medium = folder / "configs" / "medium.json"
     medium.write_text(medium.read_text().replace('"vocabulary": 32000', '"vocabulary": 53248'))
-    ended = run_program(folder, "rehearse", "--cases", "fits.toml", "--jobs", "2")
+    github = {"GITHUB_ACTIONS": "true", "GITHUB_WORKSPACE": str(folder), "GITHUB_STEP_SUMMARY": str(folder / "summary")}
+    ended = run_program(folder, "rehearse", "--cases", "fits.toml", "--jobs", "2", **github)
     assert ended.returncode == 2, ended.stderr
+    (line,) = re.findall(r"(?m)^::error file=train.py,line=(\d+),title=medium%2C a100-40::", ended.stderr)
+    assert f"step 2 runs out of memory at train.py:{line}: nn.functional.cross_entropy" in ended.stdout
+    assert (folder / "summary").read_text().count("\n| medium, a100-40 | a100-40 | 2 | **2.98 GiB") == 1
     table = ended.stdout.partition("\n\n")[0]
     small, _, medium_row, _, killed_row = table.splitlines()[1:]
     assert re.search(r" 4090 +1 +yes .* small, 4090  \+0.00 GiB$", small)
@@ -298,3 +302,23 @@ def test_fixture_of_pytest_fails_a_test_whose_peak_has_grown(tmp_path: Path) -> 
     ), ended.stdout
     assert "FAILED tests/test_fits.py::TestSmall::test_fits - Failed: 320.00 MiB" in ended.stdout
     assert re.search(r"optimizer +512.00 MiB +640.00 MiB +\+128.00 MiB\n", ended.stdout)
+    assert re.search(r"with 1.4. GiB, step 1 runs out of memory at .*train.py:\d+: ", ended.stdout)
+
+
+def test_action_fails_on_a_case_that_has_grown_and_says_what_to_do(tmp_path: Path) -> None:
+    """The last step of the action, in an environment in which the package is installed already."""
+    skip_without_null_device()
+    (tmp_path / "train.py").write_text(dedent(TRAINS))
+    (tmp_path / "my fits.toml").write_text("[[case]]\nname = 'a'\ncommand = 'train.py 100'\ngrowth_percent = 2\n")
+    recorded = {"allocated_bytes": GIB, "reserved_bytes": GIB, "by_kind": {}}
+    (tmp_path / "my fits.peaks.json").write_text(json.dumps({"a, h100": recorded}))
+    (tmp_path / ".venv-rehearsal").symlink_to(Path(sys.executable).parents[1])
+    step = (EXAMPLE.parents[1] / "action.yml").read_text().rpartition("run: |\n")[2]
+    github = {"CASES": "my fits.toml", "JOBS": "2", "GITHUB_ACTIONS": "true", "GITHUB_STEP_SUMMARY": "summary.md"}
+    command = ["bash", "--noprofile", "--norc", "-eo", "pipefail", "-c", dedent(step)]  # as GitHub starts a step
+    ended = subprocess.run(command, cwd=tmp_path, env={**os.environ, **github}, capture_output=True, text=True)
+    assert ended.returncode == 1, ended.stderr
+    assert re.search(r"(?m)^::error file=.*train.py,line=10,title=a%2C h100::.*--update-peaks", ended.stderr)
+    assert (
+        " more allocated than the recorded 1.00 GiB; growth_percent is 2. If" in (tmp_path / "summary.md").read_text()
+    )

@@ -11,7 +11,16 @@ from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from gpu_rehearsal.ci.expectations import OF_FITTING, Expectations, peak_of, read_peaks, report, update_peaks
+from gpu_rehearsal.ci.expectations import (
+    OF_FITTING,
+    Expectations,
+    RecordedPeak,
+    peak_of,
+    read_peaks,
+    report,
+    update_peaks,
+)
+from gpu_rehearsal.ci.github import annotate, write_summary
 from gpu_rehearsal.errors import ConfigError
 from gpu_rehearsal.files import reason
 from gpu_rehearsal.formatting import count_of, did_you_mean, is_whole, printable
@@ -92,9 +101,10 @@ def run_cases(path: Path, jobs: int, update: bool, *, as_json: bool) -> int:
     if update and all(case.expected.growth_percent is None for case in cases.values()):
         raise ConfigError(f"--update-peaks: no case of {path} has growth_percent: set it, for example in [defaults]")
     peaks, recorded = path.with_suffix(".peaks.json"), read_peaks(path.with_suffix(".peaks.json"))
+    given = {name: (case, None if update else recorded.get(name)) for name, case in cases.items()}
     ended, unwritten, interrupted = dict[str, SweepRow](), "", False
     try:
-        for name, found in in_parallel(_rehearse, {name: (case,) for name, case in cases.items()}, jobs):
+        for name, found in in_parallel(_rehearse, given, jobs):
             print(f"{name}: {found.verdict()}", file=sys.stderr, flush=True)
             if found.output:
                 print(f"output of {name}:", found.output, sep="\n", file=sys.stderr)
@@ -107,11 +117,13 @@ def run_cases(path: Path, jobs: int, update: bool, *, as_json: bool) -> int:
                     unwritten = f"error: {peaks} cannot be written: {reason(error)}"
             failures, before = expected.failures(found, recorded.get(name)), recorded.get(name)
             text = report(failures, found, before) if failures else ""
+            annotate(name, failures, found, path)
             grown = found.run_peaks["allocated_bytes"] - before["allocated_bytes"] if before else None
             ended[name] = SweepRow(cases[name].gpu, found, name, failures, text, grown)
     except KeyboardInterrupt:
         interrupted = True
     rows = [ended[name] for name in cases if name in ended]
+    write_summary(rows)
     if as_json:
         print(json.dumps([row.as_dict() for row in rows], indent=2))
     else:
@@ -127,9 +139,11 @@ def run_cases(path: Path, jobs: int, update: bool, *, as_json: bool) -> int:
     return max([0, 2 * bool(unwritten), *(2 if row.fits is None else 1 for row in rows if row.failures)])
 
 
-def _rehearse(case: Case) -> RehearsalResult:
+def _rehearse(case: Case, recorded: RecordedPeak | None) -> RehearsalResult:
     """Return the result of a case. An error is a result, so that it does not end the others."""
+    given = {"gpu": case.gpu, "ranks": case.ranks, **case.options}
     try:
-        return rehearse(gpu=case.gpu, ranks=case.ranks, quiet=True, **case.options)
+        found = rehearse(**given, quiet=True)
+        return case.expected.find_growth(found, recorded, lambda **other: rehearse(**{**given, **other}))
     except Exception as error:  # noqa: BLE001
         return RehearsalResult(0, 0, 0, case.ranks or 1, status=1, message=f"CannotRehearse: {reason(error)}")

@@ -33,6 +33,7 @@ def rehearse(request: pytest.FixtureRequest) -> Callable[..., RehearsalResult]:
     expectation is not met.
     """
     from gpu_rehearsal.ci.expectations import Expectations, peak_of, read_peaks, report, update_peaks
+    from gpu_rehearsal.ci.github import annotate
     from gpu_rehearsal.interface import GPU, rehearse
 
     peaks, calls = request.path.with_name(PEAKS), 0
@@ -42,7 +43,8 @@ def rehearse(request: pytest.FixtureRequest) -> Callable[..., RehearsalResult]:
         calls += 1
         name = f"{request.path.name}::{request.node.nodeid.partition('::')[2]}" + f" ({calls})" * (calls > 1)
         expected = Expectations.of(options, command)
-        found = rehearse(command, gpu, *args, **{name: options[name] for name in options if name not in vars(expected)})
+        given = {name: options[name] for name in options if name not in vars(expected)}
+        found = rehearse(command, gpu, *args, **given)
         if found.interrupted:
             raise KeyboardInterrupt
         comparable = expected.fits and found.largest is None
@@ -51,8 +53,12 @@ def rehearse(request: pytest.FixtureRequest) -> Callable[..., RehearsalResult]:
         elif request.config.getoption("update_peaks") and found.fits and comparable:
             update_peaks(peaks, {name: peak_of(found)})
         recorded = read_peaks(peaks).get(name)
+        found = expected.find_growth(
+            found, recorded, lambda **other: rehearse(command, gpu, *args, **{**given, **other})
+        )
         if failures := expected.failures(found, recorded):
             about = f"{command if isinstance(command, str) else shlex.join(command)}, {getattr(gpu, 'name', gpu)}"
+            annotate(name, failures, found, request.path, request.node.location[1] + 1)
             # pytest's summary shows the first line
             pytest.fail(f"{failures[0]}\n({about})\n\n{report(failures[1:], found, recorded)}", pytrace=False)
         return found

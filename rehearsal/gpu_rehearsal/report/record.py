@@ -100,6 +100,8 @@ class Record:
     """A batch after the rehearsed steps that is larger: batch, elements, rehearsed, steps; empty if none is."""
     largest: int | None = None
     """The largest value of the range in the command that fits; 0 if none does; None without a range or an answer."""
+    out_of_reduced: dict[str, Any] = field(default_factory=dict)
+    """If the peak is above the recorded one: the out-of-memory error of another rehearsal with less memory."""
     hang: dict[str, Any] = field(default_factory=dict)
     """Which ranks wait for which others (see `hangs.py`); empty if none do."""
     hang_of_one: dict[str, Any] = field(default_factory=dict)

@@ -15,8 +15,11 @@ from gpu_rehearsal.ci.expectations import (
     report,
     update_peaks,
 )
+from gpu_rehearsal.ci.github import annotate, write_summary
 from gpu_rehearsal.errors import ConfigError
+from gpu_rehearsal.gpus import GPUS
 from gpu_rehearsal.report.result import RehearsalResult
+from gpu_rehearsal.sweep import SweepRow
 
 GIB = 2**30
 
@@ -65,13 +68,37 @@ def test_failure_states_what_was_expected_and_by_how_much_it_is_missed(
     expected: dict[str, Any], found: RehearsalResult, failure: str | None
 ) -> None:
     failures = Expectations(**expected).failures(found, RECORDED)
-    assert len(failures) == (failure is not None)
+    ran_out = expected == {} and found.fits is False
+    assert len(failures) == (failure is not None) + ran_out
     assert failure is None or failures[0].startswith(failure)
-    if expected == {} and found.fits is False:
+    if ran_out:
         assert "recorded peak, with which it fitted: 10.00 GiB allocated" in report(failures, found, RECORDED)
     if "growth_percent" in expected:
         (without_record,) = Expectations(**expected).failures(found, None)
         assert "--update-peaks" in without_record
+
+
+def test_line_that_needs_more_than_the_recorded_peak_is_found_with_less_memory(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    expected, given = Expectations(growth_percent=2), dict[str, Any]()
+    grown = expected.find_growth(result(10.5, 12), RECORDED, lambda **other: given.update(other) or out_of_memory())
+    assert given["memory"] - given["memory_overhead"] == int(10.25 * GIB)
+    failures = expected.failures(grown, RECORDED)
+    assert failures[1] == "with 78.00 GiB, step 2 runs out of memory at train.py:1: step()"
+    monkeypatch.setenv("GITHUB_ACTIONS", "true")
+    monkeypatch.setenv("GITHUB_WORKSPACE", str(Path.cwd().parent))
+    annotate("4090, 8%", failures, grown, Path("fits.toml"))
+    place = f"file={Path.cwd().name}/train.py,line=1"
+    assert capsys.readouterr().err.startswith(
+        f"::error {place},title=4090%2C 8%25::512.00 MiB (5.0 %25) more allocated"
+    )
+    monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(tmp_path / "summary"))
+    write_summary([SweepRow(GPUS["4090"], grown, "small", failures, "the report", GIB // 2)])
+    table = (tmp_path / "summary").read_text()
+    assert "| small | 4090 | 1 | **512.00 MiB (5.0 %) more allocated" in table
+    assert "| 12.0 | +0.50 |  |\n" in table
+    assert expected.find_growth(result(10, 12), RECORDED, lambda **_: pytest.fail("not grown")) == result(10, 12)
 
 
 @pytest.mark.parametrize(
