@@ -148,6 +148,7 @@ def _merged(found: RehearsalResult, others: Mapping[str, RehearsalResult]) -> Re
                 "higher": each.fits is not None
                 and any(mine[1] > theirs[1] for mine, theirs in zip(_per_step(each), _per_step(found), strict=False)),
                 "failed": each.fits is None,
+                "reserved_bytes": each.run_peaks["reserved_bytes"] if each.fits else None,
             }
             for place, each in runs.items()
         ],

@@ -1,5 +1,6 @@
 """Values that scripts read from a GPU: known ones are correct, and unknown ones are guessed and reported."""
 
+import re
 from textwrap import dedent
 
 import pytest
@@ -340,6 +341,31 @@ def test_script_that_fits_with_some_values_only_has_no_answer_until_the_value_is
     stated = rehearse(SIZED, "--memory", "4GiB", "--fixed", "train.py:9=0.25")
     assert (stated.status, stated.found["guesses"]) == (0, [])
     assert stated.found["steps"][-1]["allocated_bytes"] > 2 * 2**17 * 1024 * 4
+
+
+@pytest.mark.parametrize(
+    ("rows", "least"),
+    [
+        ("int((torch.randn((), device='cuda') * 100).clamp(16, 2**18))", r"0\.\d\d"),
+        ("len((torch.randn(2**18, device='cuda') > 3).nonzero())", r"1\.\d\d"),
+    ],
+    ids=["clamp", "mask"],
+)
+def test_verdict_has_the_least_and_the_most_memory_that_a_value_within_bounds_needs(
+    rehearse: Rehearse, rows: str, least: str
+) -> None:
+    script = f"""
+    import torch
+
+    layer = torch.nn.Linear(1024, 1024, device="cuda")
+    optimizer = torch.optim.SGD(layer.parameters())
+    for step in range(2):
+        rows = {rows}
+        layer(torch.ones(rows, 1024, device="cuda")).sum().backward()
+        optimizer.step()
+    """
+    verdict = rehearse(script, status=0).found["verdict"]
+    assert re.search(rf"at train.py:7 \({least} to 2\.\d\d GiB, see below\)", verdict), verdict
 
 
 def test_size_that_depends_on_time_is_named(rehearse: Rehearse) -> None:

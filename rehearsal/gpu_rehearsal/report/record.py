@@ -83,7 +83,8 @@ class Record:
     """Places whose value the user has stated, but that read no unknown value."""
     tried: list[dict[str, Any]] = field(default_factory=list)
     """Rehearsals with random values whose memory differs: the place that decides, the verdict, whether it needs more
-    memory (`higher`) or has `failed`; and the one with the usual values, if this is not its result."""
+    memory (`higher`) or has `failed`, and the peak of reserved memory; and the one with the usual values, if this is
+    not its result."""
     untried: list[str] = field(default_factory=list)
     """Places that read guessed values, if the script was not rehearsed again with random ones."""
     too_large: str = ""

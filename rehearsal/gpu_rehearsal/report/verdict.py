@@ -14,6 +14,8 @@ from gpu_rehearsal.report.record import END, GIB, NOT_FINITE, USUAL, Record
 SHOWN_PLACES = 3
 ENDLESS = 16
 """A place that was read this many times without another seems to be the condition of an endless loop."""
+MUCH_LESS = 0.8
+"""The verdict also names values with which the peak is less than this share."""
 _HINTS = {
     r"ZeroDivisionError|FloatingPointError|ValueError: (math domain error|expected a positive input|Total of weights)"
     r"|probabilities do not sum": "a rehearsal reads numbers of the GPU as 0",
@@ -130,14 +132,19 @@ def verdict(found: Record) -> str:
 
 
 def _guessed(found: Record) -> str:
-    """Return the part of the verdict about guessed values that may raise the peak."""
-    places = [each["place"].removeprefix(NOT_FINITE) for each in found.tried if each["higher"]]
-    places += found.routing
+    """Return the part of the verdict about guessed values that may raise the peak, or lower it much."""
+    peaks = [size for each in found.tried if (size := each["reserved_bytes"])] + [found.run_peaks["reserved_bytes"]]
+    differ = min(peaks) < MUCH_LESS * max(peaks)
+    tried = [
+        each for each in found.tried if each["place"] != USUAL and (each["higher"] or (differ and not each["failed"]))
+    ]
+    places = [each["place"].removeprefix(NOT_FINITE) for each in tried] + found.routing
     recent = {each["at"] for each in found.reads[-ENDLESS:]} - {END}
     if found.out_of_memory and len(recent) == 1 and len(found.reads) >= ENDLESS:  # in a loop
         places += recent
     failed = [each["place"] for each in found.tried if each["failed"]]
-    return f"; memory depends on a guessed value at {shortened(places)} (see below)" * bool(
+    ends = f"{gib(min(peaks))} to {gib(max(peaks))} GiB, " * (len(peaks) > 1)
+    return f"; memory depends on a guessed value at {shortened(places)} ({ends}see below)" * bool(
         places
     ) + f"; the script failed with other values at {shortened(failed)} (see below)" * bool(failed)
 
