@@ -99,11 +99,12 @@ class Kernels:
                     return result
                 for each in changed:
                     known.forget(each)
-                for each, limits in zip(made, bounds or (), strict=False):
-                    if limits and limits[0] == limits[1] and not is_large(each) and not _is_captured():
-                        self.write([each], [torch.tensor(limits[0], device="cpu")])
-                    elif limits:
-                        known.set_bounds(each, limits)
+                if bounds and not _is_captured():
+                    for each, limits in zip(made, bounds, strict=False):
+                        if limits and limits[0] == limits[1] and not is_large(each):
+                            self.write([each], [torch.tensor(limits[0], device="cpu")])
+                        elif limits:
+                            known.set_bounds(each, limits)
                 return result
             except BaseException:
                 del args, kwargs  # the traceback must not keep tensors that a kernel would not keep
@@ -126,6 +127,8 @@ class Kernels:
         with torch._C.DisableTorchFunction():
             copied = {name for _, name in changes}
             hosts = {name: _map(_copy if name in copied else on_host, each) for name, each in given.items()}
+            if operation is torch.ops.aten.histc.default:  # the CPU's supports only floats
+                hosts["self"] = hosts["self"].float()
             for _, name in changes:
                 if name in written and name in kwargs:
                     hosts[name] = hosts[name].new_empty(0)  # an operation resizes its output
