@@ -12,7 +12,7 @@ import threading
 import traceback
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from types import CodeType, FrameType
+from types import FrameType
 from typing import Any
 
 import torch
@@ -72,9 +72,9 @@ def record_fake(group: dist.ProcessGroup, what: str, tensors: Sequence[torch.Ten
     """Record a collective of a group of which only some ranks run. No stream waits for it."""
     if _started and group.size() > 1:
         _describe(name := group.group_name, group, 0)
-        device.record(
-            "call", name, "", "", _with_size(what.strip("_"), tensors), lines(), f"{NO_STREAM}{name}", next(_numbers)
-        )
+        what = what.strip("_")
+        what = what if what in _SIZES_DIFFER else _with_size(what, tensors)
+        device.record("call", name, "", "", what, lines(), f"{NO_STREAM}{name}", next(_numbers))
 
 
 def _recorded(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
@@ -138,7 +138,7 @@ def lines_of(frames: Iterable[tuple[FrameType, int]]) -> str:
     """Return the lines of frames, from the innermost, without those of libraries unless there are no others."""
     scripts, innermost = list[str](), ""
     for frame, line in frames:
-        file, of_script = _file(frame.f_code)
+        file, of_script = _file(frame.f_code.co_filename)
         if file and not innermost:
             innermost = f"{file}:{line}"
         if of_script and sum(map(len, scripts)) + len(file) < MOST_BYTES - 10 * len(scripts):
@@ -147,9 +147,8 @@ def lines_of(frames: Iterable[tuple[FrameType, int]]) -> str:
 
 
 @functools.cache
-def _file(code: CodeType) -> tuple[str, bool]:
-    """Return the file of code outside of torch and Cython, and whether it belongs to no library."""
-    name = code.co_filename
+def _file(name: str) -> tuple[str, bool]:
+    """Return a file outside of torch and Cython, else "", and whether it belongs to no library."""
     if name.startswith(_TORCH) or name.endswith((".pyx", ".pxi")):
         return "", False
     return os.path.relpath(name) if name.startswith(os.getcwd()) else name, not name.startswith(LIBRARIES)

@@ -94,8 +94,9 @@ def _assumed(found: Record) -> list[str]:
     if not 1 < len(ran) < found.ranks:
         return []
     kinds = count_of(found.kinds, "sequence") + " of calls"
-    return [f"{len(ran)} of {found.ranks:,} ranks ran ({ranks_named(ran)}) and made {kinds}: the others are assumed to "
-            "make the same"]  # fmt: skip
+    who = f"{len(ran)} of {found.ranks:,} ranks ran ({ranks_named(ran)})"
+    wrong = "the ranks of an incomplete group exchange no values: if the script decides by them, the hang may be wrong"
+    return [f"{who} and made {kinds}: the others are assumed to make the same", *[wrong] * bool(found.hang)]
 
 
 def as_dict(found: Record) -> dict[str, Any]:
