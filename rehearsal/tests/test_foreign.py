@@ -226,3 +226,26 @@ def test_megatron_without_apex_takes_the_memory_of_its_kernels(tmp_path: Path) -
     (tmp_path / "megatron" / "core").mkdir(parents=True)
     (tmp_path / "megatron" / "core" / "utils.py").touch()
     assert "Apex is not installed" in rehearsed(tmp_path, FUSED)["errors"]
+
+
+SAMPLED = """
+class AsyncOutput:
+    copy_event = torch.cuda.Event()
+    def __init__(self, sampled):
+        self.num_sampled_tokens_np = sampled.to("cpu", non_blocking=True, copy=True).numpy()
+    def get_output(self):
+        return self.num_sampled_tokens_np.tolist()
+"""
+
+
+def test_engine_of_vllm_runs_in_the_process_and_samples_one_token_for_each_request(tmp_path: Path) -> None:
+    package = tmp_path / "vllm" / "v1" / "worker" / "gpu"
+    package.mkdir(parents=True)
+    (package / "async_utils.py").write_text("import torch" + SAMPLED)
+    script = """
+from vllm.v1.worker.gpu.async_utils import AsyncOutput
+assert AsyncOutput(torch.empty(3, dtype=torch.long, device="cuda")).get_output() == [1, 1, 1]
+assert os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
+step(torch.nn.Linear(1024, 8, device="cuda"))
+"""
+    rehearsed(tmp_path, script)

@@ -109,6 +109,31 @@ def test_tokens_are_spread_evenly_over_the_experts_of_all_ranks(rehearse: Rehear
         assert answer.printed.count(f"exchanged {rows}\n") == 2, answer.printed
 
 
+def test_map_of_the_experts_of_each_token_has_as_many_tokens_as_the_router_chose(rehearse: Rehearse) -> None:
+    """As Megatron's router marks experts, and its dispatcher counts their tokens."""
+    script = """
+        import torch
+        import torch.distributed as dist
+
+        dist.init_process_group("nccl")
+        scores = torch.rand(8192, 16, device="cuda")
+        chosen = scores.topk(2).indices
+        experts = torch.zeros_like(scores).int().scatter(1, chosen, 1).bool()
+        counts = experts.sum(dim=0).long()
+        assert counts.tolist() == [1024] * 16
+        assert scores.T.contiguous().masked_select(experts.T.contiguous()).shape == (16384,)
+        gathered = torch.empty(4 * 16, dtype=torch.long, device="cuda")
+        dist.all_gather_into_tensor(gathered, counts)
+        assert gathered.view(4, 16).transpose(0, 1).contiguous().sum(1).tolist() == [4096] * 16
+        zeros = torch.zeros_like(scores)
+        zeros += 1
+        torch._foreach_add_([ones := torch.zeros_like(scores)], 1)
+        assert zeros.int().sum().item() == ones.int().sum().item() == 0  # guessed
+    """
+    answer = rehearse(dedent(script) + dedent(ONE_STEP), "--ranks", "4", status=0)
+    assert lines_of(answer.found["places_read"])[-1:] == marked(script)
+
+
 RECEIVED = {
     "dist.all_reduce(rows, dist.ReduceOp.MAX)": True,
     "dist.broadcast(rows, src=1)": True,

@@ -37,9 +37,9 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from gpu_rehearsal.adapters import REHEARSAL, install_adapters
 from gpu_rehearsal.device import set_card
 from gpu_rehearsal.errors import CannotRehearse
-from gpu_rehearsal.processes.apex import stand_in_for_apex
 from gpu_rehearsal.processes.commands import LAUNCHERS, program_of, script_of, without_python
 from gpu_rehearsal.processes.fake_ranks import FakeRanks, replace_simple_launcher
+from gpu_rehearsal.processes.libraries import sample_one_token, stand_in_for_apex
 from gpu_rehearsal.processes.server import end_with_parent
 from gpu_rehearsal.processes.together import fork_ranks
 from gpu_rehearsal.recording.steps import StepRecorder, flush
@@ -141,6 +141,7 @@ def replace_functions() -> tuple[FakeRanks, DeviceValues]:
     _skip_writes_on_host()
     after_import("transformers.modeling_utils", _build_models_without_weights)
     after_import("megatron.core.utils", stand_in_for_apex)
+    after_import("vllm.v1.worker.gpu.async_utils", sample_one_token)
     values.install()
     install_adapters()
     return fake_ranks, values

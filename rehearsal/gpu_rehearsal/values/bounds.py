@@ -150,6 +150,7 @@ _RULES: dict[str, Callable[..., Found]] = {
     "bitwise_not": _not,
     "eq": partial(_equal, equal=True),
     "ne": partial(_equal, equal=False),
+    "zero": lambda *_: [(0, 0)],
     "sum": _sum,
     "cumsum": partial(_sum, at_least=1),
     "remainder": _remainder,

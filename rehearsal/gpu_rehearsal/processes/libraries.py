@@ -1,6 +1,9 @@
-"""Stand-ins for Apex's kernels that Megatron calls, if Apex is not installed. They take as much memory as the kernels.
+"""What a rehearsal replaces in Megatron and in vLLM.
 
-Without them, Megatron has no fused softmax, and its LayerNorm has no sequence parallelism.
+Megatron: stand-ins for Apex's kernels, if Apex is not installed. They take as much memory as the kernels. Without them,
+Megatron has no fused softmax, and its LayerNorm has no sequence parallelism.
+
+vLLM: the number of tokens that a step of generation samples, which a kernel computes.
 """
 
 from __future__ import annotations
@@ -57,3 +60,15 @@ def stand_in_for_apex(_: ModuleType) -> None:
             sys.modules[name] = ModuleType(name)
             vars(sys.modules[name]).update(content)
         print("rehearse: Apex is not installed; its softmax and its LayerNorm are replaced", file=sys.stderr)
+
+
+def sample_one_token(outputs: ModuleType) -> None:
+    """Let each step of vLLM sample one token per request, so that a request ends after `max_tokens`."""
+    get_output = outputs.AsyncOutput.get_output
+
+    def get(self: Any) -> Any:
+        self.copy_event.synchronize()
+        self.num_sampled_tokens_np.fill(1)
+        return get_output(self)
+
+    outputs.AsyncOutput.get_output = get
