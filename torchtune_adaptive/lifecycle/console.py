@@ -5,7 +5,9 @@ from __future__ import annotations
 import io
 import logging
 import sys
-from collections.abc import Iterator
+import threading
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -16,8 +18,10 @@ from tqdm.contrib.logging import logging_redirect_tqdm
 logger = logging.getLogger(__name__)
 
 PACKAGE_LOGGER = "torchtune_adaptive"
-BETWEEN_LINES_S = 30.0
+BETWEEN_LINES_S = 10.0
 """Seconds between progress lines if stderr is not a terminal."""
+SILENT_S = 15.0
+"""Seconds without a line after which a line shows that the run is alive."""
 
 
 def log_to_stderr() -> None:
@@ -33,6 +37,39 @@ def log_rank_0(line: str) -> None:
     """Log a line if this is rank 0."""
     if dist.get_rank() == 0:
         logger.info("%s", line)
+
+
+@contextmanager
+def never_silent(phase: Callable[[], str]) -> Iterator[None]:
+    """Within the context, log the phase, unless it is "", if nothing has been logged for 15 seconds, for example while
+    weights are loaded."""
+    start_s = last_s = time.monotonic()
+    ended, handlers = threading.Event(), logging.getLogger(PACKAGE_LOGGER).handlers
+
+    def note(_: logging.LogRecord) -> bool:
+        nonlocal last_s
+        last_s = time.monotonic()
+        return True
+
+    def watch() -> None:
+        nonlocal last_s
+        while not ended.wait(max(0, last_s + SILENT_S - time.monotonic())):
+            if (now := time.monotonic()) >= last_s + SILENT_S:
+                last_s = now
+                if text := phase():
+                    logger.info("%s, %.0f s since the start", text, now - start_s)
+
+    for handler in handlers:
+        handler.addFilter(note)
+    clock = threading.Thread(target=watch, daemon=True)
+    clock.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        clock.join()
+        for handler in handlers:
+            handler.removeFilter(note)
 
 
 class _LogLines(io.TextIOBase):

@@ -11,7 +11,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Collection, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NoReturn
 
 import torch.distributed as dist
@@ -34,7 +34,7 @@ from torchtune_adaptive.errors import (
     without_backward,
 )
 from torchtune_adaptive.formatting import ranks_named
-from torchtune_adaptive.lifecycle.console import log_to_stderr
+from torchtune_adaptive.lifecycle.console import log_to_stderr, never_silent
 from torchtune_adaptive.lifecycle.run_state import ERROR, FINISHED, STOPPED, THIS_RUN, RunPhase, saved_and_next_start
 from torchtune_adaptive.lifecycle.signals import listen, stop_listening
 from torchtune_adaptive.lifecycle.torchrun import exit_with_launcher, first_to_report, write_error_file
@@ -55,7 +55,8 @@ def _run(recipe_type: type, keys: Collection[str]) -> None:
     cfg = checked_config(keys)
     try:
         recipe = recipe_type(cfg)
-        with explain_out_of_memory(recipe.run.settings.adaptive.recover_from_oom):
+        watched = never_silent(_phase) if rank() == 0 else nullcontext()
+        with watched, explain_out_of_memory(recipe.run.settings.adaptive.recover_from_oom):
             _run_methods(recipe)
     except RunFinished as finished:
         if rank() == 0:
@@ -71,6 +72,13 @@ def _run(recipe_type: type, keys: Collection[str]) -> None:
     else:
         if rank() == 0:
             THIS_RUN.record_end(FINISHED)
+
+
+def _phase() -> str:
+    """Return what the run does; "" if a terminal shows this as a progress bar."""
+    training = "" if sys.stderr.isatty() else "still training"
+    phases = {RunPhase.SETTING_UP: "still setting up", RunPhase.TRAINING: training, RunPhase.LAST_SAVE: "still saving"}
+    return phases.get(THIS_RUN.phase, "")
 
 
 def checked_config(keys: Collection[str]) -> DictConfig:

@@ -5,6 +5,7 @@ import logging
 import re
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -64,6 +65,18 @@ def test_in_a_terminal_progress_is_a_bar_between_lines(ours: logging.Logger, mon
     assert "loss 1.0000" in written
     assert any(part.strip() == "out of memory" for part in written.replace("\r", "\n").split("\n"))
     assert "of 3 steps" not in written
+
+
+def test_silent_run_logs_its_phase(ours: logging.Logger, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(console, "SILENT_S", 1)
+    written = shown_in(io.StringIO(), monkeypatch)
+    with console.never_silent(lambda: "still setting up"):
+        for _ in range(10):
+            ours.info("a line")
+            time.sleep(0.1)
+        assert "still" not in written.getvalue()
+        time.sleep(1.5)
+    assert written.getvalue().count("still setting up, ") == 1
 
 
 FALLS_SILENT = """
