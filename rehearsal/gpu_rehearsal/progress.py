@@ -59,7 +59,8 @@ def _write_lines(folder: Path, ended: threading.Event) -> None:
             with suppress(OSError, ValueError):  # the rehearsal has just ended
                 running.append(_describe(file))
         # not print: a process that is forked meanwhile would inherit the lock of sys.stderr
-        os.write(2, f"rehearse: {'; '.join(running) or 'preparing'}\n".encode(errors="replace"))
+        with suppress(OSError):  # the pipe is closed
+            os.write(2, f"rehearse: {'; '.join(running) or 'preparing'}\n".encode(errors="replace"))
 
 
 def _describe(file: Path) -> str:
