@@ -86,3 +86,11 @@ def test_make_targets_used_by_ci_exist() -> None:
     made = set(re.findall(r"\bmake ([a-z-]+)$", scripts, re.MULTILINE))
     assert made == {"docs", "test"}
     assert made <= TARGETS
+
+
+def test_workflow_of_the_example_passes_inputs_that_the_action_has() -> None:
+    action = yaml.safe_load((ROOT / "rehearsal" / "action.yml").read_text(encoding="utf-8"))
+    workflow = yaml.safe_load((ROOT / "rehearsal" / "examples" / "ci" / "fits.yml").read_text(encoding="utf-8"))
+    (step,) = (each for each in workflow["jobs"]["fits"]["steps"] if "/rehearsal@" in each["uses"])
+    assert step["with"].keys() <= action["inputs"].keys()
+    assert all(each["shell"] == "bash" for each in action["runs"]["steps"] if "run" in each)  # GitHub requires it
