@@ -4,10 +4,10 @@
 # bytes: 936e6 / 2 * 18
 # command: -- torchrun --nproc_per_node 8 SCRIPT --tp 2 --dist-opt --sp
 # bytes: 936e6 / 2 * (2 + 4 + 12 / 4)
-# at most: 1.8
+# at most: 1.6
 # command: -- torchrun --nproc_per_node 2 SCRIPT --pp 2 --vpp=2
 # bytes: 936e6 / 2 * 18
-# at most: 1.4
+# at most: 1.6
 # command: -- torchrun --nproc_per_node 8 SCRIPT --ep 4 --experts=8
 # bytes: (131e6 + 16 * 4 * 2048**2) * 18 + 16 * 2 * 8 * 2048**2 * 18
 # at most: 1.4
