@@ -27,12 +27,17 @@ static int of_cuda(const char *name) {
   return 0;
 }
 
-// Returns 1 if a path names a library that this one replaces.
+// Returns 1 if a path names a library that this one replaces: libNAME.so..., or a copy in a wheel, libNAME-HASH.so... or libNAME.HASH.so...
 static int replaces(const char *path) {
-  const char *name = strrchr(path, '/') ? strrchr(path, '/') + 1 : path, *end = strstr(name, ".so");
-  if (strncmp(name, "lib", 3) || !end) return 0;
-  for (size_t i = 0; i < sizeof libraries / sizeof *libraries; i++)
-    if (strlen(libraries[i]) == (size_t)(end - name - 3) && !strncmp(name + 3, libraries[i], end - name - 3)) return 1;
+  const char *name = strrchr(path, '/') ? strrchr(path, '/') + 1 : path;
+  if (strncmp(name, "lib", 3)) return 0;
+  for (size_t i = 0; i < sizeof libraries / sizeof *libraries; i++) {
+    size_t length = strlen(libraries[i]);
+    const char *rest = name + 3 + length;
+    if (strncmp(name + 3, libraries[i], length)) continue;
+    if (!strncmp(rest, ".so", 3)) return 1;
+    if ((*rest == '.' || *rest == '-') && strspn(rest + 1, "0123456789abcdef") == 8 && !strncmp(rest + 9, ".so", 3)) return 1;
+  }
   return 0;
 }
 
