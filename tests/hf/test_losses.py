@@ -30,6 +30,7 @@ from torchtune_adaptive.hf.losses import (
     CHECKED_TOKENS,
     FP32_TOLERANCE,
     HALF_TOLERANCE,
+    SHORTER,
     BatchLoss,
     Reduction,
     TwoSamples,
@@ -63,7 +64,7 @@ def test_loss_check_runs_short_samples_and_only_if_steps_can_be_split(tmp_path: 
             return super().compute_loss(model, inputs, *args, **kwargs)
 
     rows = [{"input_ids": [*range(100)] * 2, "labels": [*range(100)] * 2} for _ in range(32)]
-    for batch_size, passes in (1, []), (2, [(1, CHECKED_TOKENS), (1, CHECKED_TOKENS), (2, CHECKED_TOKENS)]):
+    for batch_size, passes in (1, []), (2, [(1, CHECKED_TOKENS), (1, SHORTER), (2, CHECKED_TOKENS)]):
         checked.clear()
         options = arguments(tmp_path, per_device_train_batch_size=batch_size, max_steps=5)
         train(tmp_path, AdaptiveArguments(), base=Records, train_dataset=rows, arguments=options)
@@ -119,6 +120,7 @@ ROUNDED = two(0.0062, first=0.004, second=0.002)
         ([two(22 / 10)], {}, Reduction.MEAN_OF_NEXT_TOKENS),
         ([two(2.0, first=2.0, second=2.0)], {}, Reduction.MEAN_OF_NEXT_TOKENS),
         ([two(2.5)], {}, None),
+        ([two(-1e-8, first=0.1, second=-0.1)], {}, Reduction.SUM),
         ([two(22 / 10 * 1.001)], {}, None),
         ([two(6.0), two(7.0)], {"tolerance": HALF_TOLERANCE}, None),
         # the rounding of a small loss is compared with earlier losses

@@ -570,6 +570,26 @@ def test_loss_of_which_two_rows_show_nothing_is_not_split(base: type, folder: Pa
         train(folder, SOME_TOKENS, **options)
 
 
+def test_step_whose_losses_show_nothing_is_split_as_earlier_ones(folder: Path) -> None:
+    base = changing_loss(lambda trainer, loss: loss * (trainer.state.global_step != 1), Means)
+    options: dict[str, Any] = {"base": base, "arguments": arguments(folder, **BATCH_OF_16)}
+    ours, stock = train(folder, SOME_TOKENS, **options), train(folder, **options)
+    assert stock.column("loss")[1] == 0
+    assert difference(ours, stock) < 1e-5
+
+
+def test_loss_that_depends_on_padding_is_not_split_although_all_samples_are_long(folder: Path) -> None:
+    class Padded(Trainer):
+        def compute_loss(self, model: Any, inputs: Any, *_: Any, **__: Any) -> Any:
+            logits, labels = model(inputs["input_ids"]).logits, inputs["labels"]
+            return torch.nn.functional.cross_entropy(logits.mT, labels, reduction="none").mean()
+
+    lengths = [40, 90, 60, 50, 80, 45, 70, 55] * 4
+    rows = [{"input_ids": [*range(1, each + 1)], "labels": [*range(1, each + 1)]} for each in lengths]
+    with pytest.raises(ConfigError, match="neither their sum nor their mean"):
+        train(folder, SOME_TOKENS, base=Padded, train_dataset=rows, arguments=arguments(folder, **BATCH_OF_16))
+
+
 def masked_at_random(samples: Any) -> Any:
     batch = collate(samples)
     return {**batch, "labels": batch["labels"].where(torch.rand(batch["labels"].shape) > 0.5, -100)}

@@ -52,6 +52,8 @@ MOST_CLASSES = 4
 """In classification, the check pairs the shortest samples of up to this many classes with one other sample."""
 CHECKED_TOKENS = 32
 """The check shortens samples to this many tokens, so that it needs little memory and time."""
+SHORTER = CHECKED_TOKENS * 3 // 4
+"""The most tokens of one of two samples."""
 COMPARED_ROWS = 16
 """The most rows that the check compares at once."""
 COPIED_BYTES = 2**24
@@ -120,10 +122,15 @@ class TwoSamples(NamedTuple):
         return f"the loss of {self.both.counts.rows} samples is {self.both.loss:.4g} in one batch, and {separate}"
 
     def error(self, reduction: Reduction, scale: float) -> float:
-        """Return the error of a reduction, relative to the loss of both samples or to `scale` if that is larger."""
-        both, apart = self.both.loss, (self.first, self.second)
-        whole, largest = Counts.total(each.counts for each in apart), max(abs(both), scale) or 1.0
-        return float(sum(one.loss * reduction.weight(one.counts, whole) for one in apart) - both) / largest
+        """Return the error of a reduction, relative to the largest loss or to `scale` if that is larger."""
+        apart = self.first, self.second
+        whole = Counts.total(each.counts for each in apart)
+        found = sum(one.loss * reduction.weight(one.counts, whole) for one in apart)
+        return float(found - self.both.loss) / (max(self._largest, scale) or 1.0)
+
+    @property
+    def _largest(self) -> float:
+        return float(max(abs(each.loss) for each in self))
 
     def errors(self, scale: float) -> dict[Reduction, float]:
         """Return the size of the error of each reduction."""
@@ -135,7 +142,7 @@ class TwoSamples(NamedTuple):
         show no mean."""
         both, first, second = (each.loss for each in self)
         spread = both if reduction is Reduction.SUM else first - second
-        return bool(self.errors(0.0)[reduction] <= tolerance < abs(spread) / (abs(both) or 1.0))
+        return bool(self.errors(0.0)[reduction] <= tolerance < abs(spread) / (self._largest or 1.0))
 
 
 class Found(NamedTuple):
@@ -302,7 +309,7 @@ class LossCheck:
             if world_size() > 1 or isinstance(error, AdaptiveError):  # the ranks could have failed in different places
                 raise
             return f"the check of the loss has failed ({type(error).__name__}: {error})"
-        if found.reason == CHECK_FAILED and self.reduction:
+        if found.reason in (CHECK_FAILED, UNDECIDED) and self.reduction:
             return None
         if found.reason is None:
             self.reduction, self.checked_step = found.reduction, self._trainer.state.global_step + 1
@@ -394,7 +401,8 @@ def candidates(samples: Sequence[Any], rows: int = 2) -> tuple[list[list[RawSamp
         few: list[RawSample] = [each.scored(1.0, targets=1) for each in firsts]
         second: list[RawSample] = [each.scored(2.0, targets=each.length) for each in others]
     else:
-        marked = ((each, each.with_targets(few=True)) for each in firsts)
+        # shorter than the second group, so that the batch of both is padded
+        marked = ((each, each.with_targets(few=True)) for each in (one.shortened(SHORTER) for one in firsts))
         # a pair of answers has no labels of which some could be ignored
         few = [each.shortened(CHECKED_TOKENS // 2) if same is each else same for each, same in marked]
         second = [each.with_targets() for each in others]

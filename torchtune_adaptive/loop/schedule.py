@@ -104,6 +104,12 @@ def size_epochs(
             sizes = steady_sizes(settings, epoch, rows_that_fit, kept)
         else:
             sizes = grown_sizes(settings, epoch, current, _requested_size(increase, epoch, current), rows_that_fit)
+        if settings.optimizer_in_bwd and sizes.microbatches > 1:
+            raise ConfigError(
+                f"optimizer_in_bwd updates weights in every backward, but the {sizes.samples_per_step} samples of a "
+                f"step need {sizes.microbatches} microbatches of at most {sizes.microbatch_rows} rows; start a new run "
+                f"with batch_size={sizes.microbatch_rows}, or with optimizer_in_bwd=False"
+            )
         steps = samples_per_rank // sizes.samples_per_step
         if steps == 0:
             raise ConfigError(
@@ -197,7 +203,7 @@ def log_schedule(
     if before and progress.ranks != ranks:
         was = before[-1].samples_per_step * progress.ranks
         on = f"{count_of(ranks, kind_of_rank)} (before: {progress.ranks})"
-        log_rank_0(f"resumed on {on}: {per_step} samples a step (before: {was})")
+        log_rank_0(f"resumed on {on}: {ahead[0].samples_per_step * ranks} samples a step (before: {was})")
     if len({each.samples_per_step for each in ahead}) > 1 or any(each.refused_batch_size for each in ahead):
         log_rank_0(schedule_table(ahead, ranks, by_tokens=limit is not None))
         return

@@ -26,6 +26,15 @@ from torchtune_adaptive.loop.schedule import (
     whole_step_rows,
 )
 
+
+def test_optimizer_in_the_backward_needs_a_step_of_one_microbatch() -> None:
+    settings = replace(settings_of(16, 1), optimizer_in_bwd=True)
+    [sizes] = size_epochs(settings, progress_of(total_epochs=1), 64, rows_that_fit=16)
+    assert sizes.microbatches == 1
+    with pytest.raises(ConfigError, match="optimizer_in_bwd"):
+        size_epochs(settings, progress_of(total_epochs=1), 64, rows_that_fit=8)
+
+
 sizes_up_to_200 = st.integers(1, 200)
 
 
