@@ -22,8 +22,7 @@ MODEL = re.compile(r"--model_name_or_path (\S+)")
 BATCH = re.compile(r"--per_device_train_batch_size (\d+)")
 TEXT = """# Example scripts of other projects
 
-These are [rehearsals](rehearsing.md) of unmodified example scripts of TRL, transformers and torchtitan. Use them to
-compare your script with a similar one, or to see which kinds of scripts were tried.
+These are [rehearsals](rehearsing.md) of unmodified example scripts of TRL, transformers and torchtitan.
 
 The column *reserved* shows the peak of reserved memory. [A script](../benchmarks/rehearse.sh) fetches the
 sources of a project and repeats its rehearsals:
