@@ -238,8 +238,7 @@ $(READY): pyproject.toml rehearsal/pyproject.toml constraints.txt
 		sys.exit(None if ok else "Python %d.%d found, 3.11 to 3.13 needed: make PYTHON=python3.11 ..." % sys.version_info[:2])'
 	@echo 'setting up $(VENV): torch and its CUDA libraries take 6 GB and a few minutes'
 	@$(PYTHON) -m venv $(VENV)
-	@# --no-compile: Python compiles what is imported; compiling all 15,000 files takes 45 CPU seconds
-	@$(BIN)/python $(PIP_INSTALL) --no-compile --editable ./rehearsal --editable '.[dev]' $(SHOW)
+	@$(BIN)/python $(PIP_INSTALL) --editable ./rehearsal --editable '.[dev]' $(SHOW)
 	@touch $(READY)
 
 $(PEERS): $(READY)

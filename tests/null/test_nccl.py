@@ -53,7 +53,7 @@ def test_check_finds_a_failed_rank_that_does_not_issue_what_its_peers_expect(on_
     [problem] = swept(on_null, SCENARIOS["plain"], "nccl", SAMPLED, 1, without_drains).problems
     assert re.fullmatch(
         r"deadlock: rank 0 waits in call \d+ of rank 0 and rank 1: all_gather of \d+ float32 at "
-        r"\S+collectives\.py:\d+; "
+        r"\S+ledger\.py:\d+; "
         r"rank 1 waits in call \d+ of rank 0 and rank 1: .*",
         problem,
     )
