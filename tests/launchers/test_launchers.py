@@ -40,7 +40,7 @@ def test_torchx_prints_the_job_of_the_page(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("")
     words = shlex.split(command.replace("run ", "run --dryrun ", 1))
     torchx = [sys.executable, "-m", "torchx.cli.main", *words]
-    printed = subprocess.run(torchx, cwd=tmp_path, capture_output=True, text=True)
+    printed = subprocess.run(torchx, cwd=tmp_path, capture_output=True, text=True, timeout=60)
     assert printed.returncode == 0, printed.stderr
     assert re.search("srun .*torchrun .* --nnodes 2 --nproc_per_node 8 .*train.py --rows 8", printed.stdout)
     assert re.search(r"#SBATCH .*--gpus-per-task=8", printed.stdout), printed.stdout

@@ -152,7 +152,8 @@ def test_slurm_queues_training_behind_a_rehearsal_of_all_ranks(tmp_path: Path) -
     path = stub_commands(tmp_path, sbatch=f"printf '%s\\n' \"$@\" >> {tmp_path}/asked; echo 17")
     script = EXAMPLES / "slurm_rehearse_then_train.sh"
     variables = {"PATH": path, "NODES": "2", "GPU": "a100"}
-    subprocess.run(["bash", script, "train.py", "--text", "a b"], env={**os.environ, **variables}, check=True)
+    words = ["bash", script, "train.py", "--text", "a b"]
+    subprocess.run(words, env={**os.environ, **variables}, check=True, timeout=60)
     asked = (tmp_path / "asked").read_text().splitlines()
     (wrapped,) = (line.removeprefix("--wrap=") for line in asked if line.startswith("--wrap="))
     options = parser_of_command().parse_args(shlex.split(wrapped)[1:])
