@@ -193,4 +193,4 @@ def test_ranks_that_send_messages_are_rehearsed_together_if_there_are_few(rehear
     answer = rehearse(HAND_MADE_PIPELINE, "--ranks", "2", status=0)
     assert answer.found["rank"] == 1
     assert len(answer.found["rank_peaks"]) == 2
-    assert "--together" in rehearse(HAND_MADE_PIPELINE, "--ranks", "32", status=2).printed
+    assert "--together" in rehearse(HAND_MADE_PIPELINE, "--ranks", "128", status=2).printed
