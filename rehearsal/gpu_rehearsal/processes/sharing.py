@@ -31,8 +31,6 @@ from gpu_rehearsal.processes.server import end_with_parent
 _INSTALLED = sysconfig.get_path("purelib"), sysconfig.get_path("platlib")
 _OF_RANK = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"}
 _STATELESS = "Shard", "_StridedShard", "Replicate", "Partial", "_NormPartial"
-
-
 _REFUSED = 77
 """Exit status of a process whose imports cannot be shared."""
 

@@ -13,7 +13,7 @@ from typing import IO, Any
 
 from gpu_rehearsal.device import environment
 from gpu_rehearsal.errors import CannotRehearse
-from gpu_rehearsal.formatting import count_of
+from gpu_rehearsal.formatting import count_of, ranks_named
 from gpu_rehearsal.gpus import Gpu
 from gpu_rehearsal.processes.commands import likely_ranks
 from gpu_rehearsal.processes.server import execute
@@ -68,7 +68,7 @@ def rehearse_once(
         found = replace(found, status=found.status or 1, message=NO_ADAPTER)
     if settings.together is None and NEEDS_OTHERS in str(found.end.get("error")):
         needed = list(found.end["needs_ranks"]) if found.ranks > MOST_UNASKED else []
-        which = f"ranks {', '.join(map(str, needed))}" if needed else "all ranks"
+        which = ranks_named(needed) if needed else "all ranks"
         print(f"rehearse: ranks send messages to each other, so {which} are rehearsed", file=sys.stderr)
         together = rehearse_once(command, gpu, settings._replace(together=needed), output)
         return replace(together, cpu_s=together.cpu_s + found.cpu_s)

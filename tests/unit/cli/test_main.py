@@ -38,9 +38,10 @@ def test_every_installed_recipe_is_registered_and_has_a_config() -> None:
 
 def test_shell_completes_commands_and_configs(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = output_of(capsys, "--completion")
-    completed = subprocess.run(["bash", "-c", f"{out}complete -p"], capture_output=True, text=True, check=True).stdout
+    words = ["bash", "-c", f"{out}complete -p"]
+    completed = subprocess.run(words, capture_output=True, text=True, check=True, timeout=60)
     assert code == 0
-    assert {"'ls", "status", "adaptive/demo/full"} <= {*completed.split()}
+    assert {"'ls", "status", "adaptive/demo/full"} <= {*completed.stdout.split()}
 
 
 def test_ls_lists_supported_configs(capsys: pytest.CaptureFixture[str]) -> None:
