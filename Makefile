@@ -3,6 +3,8 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+# what the demos need; READY adds the tools of development
+RUNS := $(VENV)/ready-to-run
 READY := $(VENV)/ready
 PEERS := $(VENV)/ready-to-bench
 SITE := $(VENV)/ready-for-docs
@@ -13,8 +15,10 @@ PYTEST := pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorde
 REHEARSAL := $(MAKE) -C rehearsal VENV=$(CURDIR)/$(VENV) WORKERS=$(WORKERS)
 SHELL := bash
 .SHELLFLAGS := -o pipefail -ec
+# Python compiles a module when it is first imported, if it may write the result; all modules of torch take 40 s
+NO_COMPILE := $(if $(PYTHONDONTWRITEBYTECODE),,--no-compile)
 # pip with the pinned versions; prints its downloads, since the environments take several gigabytes
-PIP_INSTALL := -m pip install --disable-pip-version-check --progress-bar off --constraint constraints.txt
+PIP_INSTALL := -m pip install --disable-pip-version-check --progress-bar off --constraint constraints.txt $(NO_COMPILE)
 SHOW := | sed -un 's/^ *\(Downloading\|Using cached\) \([^ ]*\).*(\(.*[MG]B\))$$/  \2 (\3)/p; s/^Installing collected.*/  unpacking 6 GB: minutes without output/p'
 # one thread per process, since several ranks share the cores
 export OMP_NUM_THREADS := 1
@@ -35,22 +39,22 @@ SKYRL := accelerate cloudpathlib datasets fastapi func_timeout hf_transfer jaxty
 
 .PHONY: demo demo-dpo demo-ppo demo-hf test test-all coverage test-gpu test-frameworks test-hf test-skyrl test-titan test-launchers test-nccl test-null published lint faults versions soak crash bench gpu-day docs dist limits clean
 
-demo: $(READY)
+demo: $(RUNS)
 	rm -rf runs/demo/full runs/demo/lora
 	$(BIN)/tune run --nproc_per_node 2 adaptive_full_finetune_distributed --config adaptive/demo/full
 	$(BIN)/tune run --nproc_per_node 2 adaptive_lora_finetune_distributed --config adaptive/demo/lora
 	$(BIN)/python examples/draw_run.py runs/demo/full
-	$(REHEARSAL) demo
+	$(REHEARSAL) READY=$(CURDIR)/$(RUNS) demo
 	@echo 'Next: . $(BIN)/activate, then README, section 1'
 
 # preference training (DPO): of all weights with a reference model, then of adapters, with the base model as the reference
-demo-dpo: $(READY)
+demo-dpo: $(RUNS)
 	rm -rf runs/demo/dpo runs/demo/lora_dpo
 	$(BIN)/tune run --nproc_per_node 2 adaptive_full_dpo_distributed --config adaptive/demo/dpo
 	$(BIN)/tune run --nproc_per_node 2 adaptive_lora_dpo_distributed --config adaptive/demo/lora_dpo
 
 # reinforcement learning (PPO): the mean reward rises from 0.05 to above 0.3
-demo-ppo: $(READY)
+demo-ppo: $(RUNS)
 	rm -rf runs/demo/ppo
 	$(BIN)/tune run --nproc_per_node 2 adaptive_ppo_full_finetune_distributed --config adaptive/demo/ppo
 
@@ -233,11 +237,15 @@ limits: $(READY)
 clean:
 	rm -rf $(VENV) build dist .coverage *.egg-info runs
 
-$(READY): pyproject.toml rehearsal/pyproject.toml constraints.txt
+$(RUNS): pyproject.toml rehearsal/pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; ok = (3, 11) <= sys.version_info < (3, 14); \
 		sys.exit(None if ok else "Python %d.%d found, 3.11 to 3.13 needed: make PYTHON=python3.11 ..." % sys.version_info[:2])'
 	@echo 'setting up $(VENV): torch and its CUDA libraries take 6 GB and a few minutes'
 	@$(PYTHON) -m venv $(VENV)
+	@$(BIN)/python $(PIP_INSTALL) --editable ./rehearsal --editable '.[recipes,plot]' $(SHOW)
+	@touch $(RUNS)
+
+$(READY): $(RUNS)
 	@$(BIN)/python $(PIP_INSTALL) --editable ./rehearsal --editable '.[dev]' $(SHOW)
 	@touch $(READY)
 
