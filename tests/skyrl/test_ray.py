@@ -32,11 +32,11 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture(scope="module", autouse=True)
 def cluster() -> Iterator[None]:
-    """Two resources named GPU, which SkyRL requires, but no GPU."""
+    """Resources named GPU, which SkyRL requires and does not free after a test, but no GPU."""
     environment = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     hook = "tests.skyrl.make_importable"
     runtime = {"env_vars": environment, "worker_process_setup_hook": hook}
-    ray.init(num_cpus=4, num_gpus=4, include_dashboard=False, runtime_env=runtime)
+    ray.init(num_cpus=8, num_gpus=8, include_dashboard=False, runtime_env=runtime)
     yield
     ray.shutdown()
 

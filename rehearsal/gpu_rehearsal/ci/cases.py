@@ -118,7 +118,7 @@ def run_cases(path: Path, jobs: int, update: bool, *, as_json: bool) -> int:
             failures, before = expected.failures(found, recorded.get(name)), recorded.get(name)
             text = report(failures, found, before) if failures else ""
             annotate(name, failures, found, path)
-            grown = found.run_peaks["allocated_bytes"] - before["allocated_bytes"] if before else None
+            grown = found.run_peaks["reserved_bytes"] - before["reserved_bytes"] if before else None
             ended[name] = SweepRow(cases[name].gpu, found, name, failures, text, grown)
     except KeyboardInterrupt:
         interrupted = True

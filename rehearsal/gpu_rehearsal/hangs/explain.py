@@ -99,7 +99,7 @@ def as_lines(hang: Mapping[str, Any]) -> list[str]:
     found = list[str]()
     for each in hang["waits"]:
         name, ranks, members = each["communicator"], ranks_named(each["ranks"]), ranks_named(each["members"])
-        where = name if name == ALL else f"{name or 'communicator'} ({members})"
+        where = f"the group of {ALL}" if name == ALL else f"{name or 'communicator'} ({members})"
         found += [f"{ranks} {_verb(each['ranks'], 'wait')} in {where}, call {each['number']}: {each['call']}"]
         found += _place_lines(each)
     for each in hang["others"]:
@@ -239,7 +239,7 @@ def _decision(replay: Replay, choices: Sequence[tuple[NcclCall, str, list[_Block
         return f"`{block.source}` at {block.place} ends in a {block.part}, before the call at {line}: {rank} left there"
     branch = block.source if block.part == "body" else f"else of {block.source}"
     runs = _numbers([name for name, each in replay.recordings.items() if line in each.lines])
-    who = f"this line runs at {line} only on {ranks_named(runs)}"
+    who = f"{line} runs only on {ranks_named(runs)}"
     if int(rank.split()[1]) in runs:
         who = f"{rank} runs the line at {line} less often than {call.rank}"
     return f"{who}, in the branch `{branch}` at {block.place}"
