@@ -276,11 +276,13 @@ class CheckpointManager:
         finally:
             torchtune_logger.setLevel(level)
         os.replace(staging / store.RECIPE_STATE / store.RECIPE_STATE_FILE, written / store.RECIPE_STATE_FILE)
+        latest = progress.epochs_started[-1]
         manifest = Manifest(
             serial=self._serial,
             position=progress.position,
             finished=progress.finished,
             ranks=dist.get_world_size(),
+            latest_step_samples=latest.samples_per_step * progress.ranks,
             identity=self._identity,
             saved_at=now(),
             files=store.record_files(written),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -125,7 +126,9 @@ def decide(settings: Settings, recipe: str, ranks: int, steps: StepsOnRanks | No
     samples = None if steps is not None else settings.samples_per_step * ranks
     if manifest is not None:
         samples = _samples_per_step(manifest)
-        with_samples_per_step(settings, samples, ranks)  # raises an error before the weights are loaded
+        keeps_latest = manifest.position.steps_in_epoch or not multiplies_batch_size(settings)
+        # raises an error before the weights are loaded
+        with_samples_per_step(settings, samples, ranks, kept=manifest.latest_step_samples if keeps_latest else 0)
     if files is not None:
         with suppress(OSError):  # a run that was killed in a save may have left too many checkpoints
             store.prune(directory, settings.keep_last_n_checkpoints, files.folder.name)
@@ -188,7 +191,7 @@ def _check_same_run(saved: Manifest, settings: Settings, recipe: str, ranks: int
     its samples, unless another key multiplies them."""
     samples, before = _samples_per_step(saved), dict(saved.identity)
     current = identity_of(settings.config, recipe, samples)
-    if settings.samples_per_step * ranks == samples and not _multiplies_batch_size(settings):
+    if settings.samples_per_step * ranks == samples and not multiplies_batch_size(settings):
         before |= {key: current[key] for key in SIZES}
     if changed := difference(current, before):
         products = f" (or to values with batch_size × gradient_accumulation_steps × {ranks} ranks = {samples})"
@@ -199,13 +202,24 @@ def _check_same_run(saved: Manifest, settings: Settings, recipe: str, ranks: int
         )
 
 
-def with_samples_per_step(settings: Settings, samples: int | None, ranks: int) -> Settings:
+def with_samples_per_step(settings: Settings, samples: int | None, ranks: int, kept: int = 0) -> Settings:
     """Return the settings with which a step has this number of samples on all ranks together. Change the accumulation
-    and, if necessary, the batch size. Raise ConfigError if that is impossible; return the settings if it is None."""
+    and, if necessary, the batch size. Raise ConfigError if that is impossible, or if the ranks cannot share the `kept`
+    samples of the latest step. Return the settings if `samples` is None."""
     if samples is None:
         return settings
     rows = settings.batch_size
-    on_rank = share_of_rank(samples, ranks, multiple_of=rows if _multiplies_batch_size(settings) else 1)
+    unit = rows if multiplies_batch_size(settings) else 1
+    units = math.gcd(samples // unit, kept)
+    if units % ranks:
+        possible = [str(count) for count in range(1, units + 1) if units % count == 0]
+        larger = f" ({kept} in the checkpoint)" * (kept not in (0, samples))
+        raise ConfigError(
+            f"cannot resume on {count_of(ranks, 'rank')}: a step has {samples} samples{larger}, which ranks would not "
+            f"share equally{f' in batches of {unit}' * (unit > 1)}; resume on {', '.join(possible)} ranks "
+            "(--nproc_per_node), or start a new run with another output_dir"
+        )
+    on_rank = samples // ranks
     microbatches = next(count for count in range(-(-on_rank // rows), on_rank + 1) if on_rank % count == 0)
     if settings.optimizer_in_bwd and microbatches > 1:
         raise ConfigError(
@@ -215,21 +229,7 @@ def with_samples_per_step(settings: Settings, samples: int | None, ranks: int) -
     return replace(settings, batch_size=on_rank // microbatches, gradient_accumulation_steps=microbatches)
 
 
-def share_of_rank(samples: int, ranks: int, multiple_of: int = 1) -> int:
-    """Return the samples of a step on each rank. Raise ConfigError if ranks cannot have equally many, or if these are
-    not a multiple of `multiple_of`."""
-    if samples % (ranks * multiple_of):
-        units = samples // multiple_of
-        possible = [str(count) for count in range(1, units + 1) if units % count == 0]
-        raise ConfigError(
-            f"cannot resume on {count_of(ranks, 'rank')}: a step has {samples} samples, which ranks would not share "
-            f"equally{f' in batches of {multiple_of}' * (multiple_of > 1)}; resume on {', '.join(possible)} ranks "
-            "(--nproc_per_node), or start a new run with another output_dir"
-        )
-    return samples // ranks
-
-
-def _multiplies_batch_size(settings: Settings) -> bool:
+def multiplies_batch_size(settings: Settings) -> bool:
     """Return True if the samples of a step are a multiple of a batch size that may change during the run."""
     return settings.adaptive.accumulation == "fixed" or settings.config.get("batch_increase_function") is not None
 

@@ -81,6 +81,8 @@ class Manifest:
     finished: bool
     """True if all epochs were trained. The run can still continue, if `epochs` is raised."""
     ranks: int
+    latest_step_samples: int
+    """The samples of the latest step on all ranks together, more than the configured ones if a search enlarged it."""
     identity: Mapping[str, object]
     """The values that must not change when the run resumes (see `identity.py`)."""
     saved_at: str

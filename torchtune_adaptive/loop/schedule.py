@@ -17,7 +17,7 @@ from typing import Any
 from omegaconf import DictConfig
 
 from torchtune_adaptive.checkpoints.progress import EpochSizes, Progress
-from torchtune_adaptive.checkpoints.resuming import share_of_rank
+from torchtune_adaptive.checkpoints.resuming import multiplies_batch_size
 from torchtune_adaptive.config import components
 from torchtune_adaptive.config.keys import Settings
 from torchtune_adaptive.engine.limits import Limit
@@ -59,8 +59,8 @@ def size_run(
     batch size grows or accumulation is fixed, later epochs have the samples per step of the latest one.
     """
     kept, started = None, progress.epochs_started
-    if started and increase is None and settings.adaptive.accumulation != "fixed":
-        kept = share_of_rank(started[-1].samples_per_step * progress.ranks, ranks)
+    if started and not multiplies_batch_size(settings):
+        kept = started[-1].samples_per_step * progress.ranks // ranks
     if progress.current_epoch is not None:
         rest = _rest_of_epoch(progress, progress.current_epoch, rows_that_fit, samples_left_per_rank, ranks)
         progress = replace(progress, current_epoch=rest)
@@ -75,7 +75,7 @@ def _rest_of_epoch(
     """Return the sizes of the epoch in progress, which keeps its samples per step."""
     steps, samples = sizes.steps, sizes.samples_per_step
     if ranks != progress.ranks:
-        samples = share_of_rank(samples * progress.ranks, ranks)
+        samples = samples * progress.ranks // ranks
         steps = progress.steps_in_epoch + samples_left_per_rank // samples
         steps = min(steps, progress.max_steps_per_epoch or steps)
     rows = min(sizes.microbatch_rows, rows_that_fit or sizes.microbatch_rows, samples)
@@ -177,19 +177,14 @@ def total_steps(epochs: Sequence[EpochSizes]) -> int:
 def whole_step_rows(settings: Settings, progress: Progress, ranks: int) -> int | None:
     """Return the fewest rows with which a step is one microbatch; None if a step always has several microbatches.
 
-    With `accumulation: fixed`, a step has `gradient_accumulation_steps` microbatches of any size. Raise ConfigError if
-    the ranks cannot share a step that a resumed run keeps."""
-    adaptive, rows = settings.adaptive, settings.samples_per_step
-    grows, latest = settings.config.get(KEY) is not None, progress.epochs_started[-1:]
-    multiplies = grows or adaptive.accumulation == "fixed"
-    if multiplies and not progress.current_epoch:
-        latest = ()
-    kept = [share_of_rank(sizes.samples_per_step * progress.ranks, ranks) for sizes in latest]
-    if multiplies:
+    With `accumulation: fixed`, a step has `gradient_accumulation_steps` microbatches of any size."""
+    rows, latest = settings.samples_per_step, progress.epochs_started[-1:]
+    if multiplies_batch_size(settings):
         if settings.gradient_accumulation_steps > 1:
             return None
-        rows = settings.batch_size if grows else 1
-    return max([rows, *kept])
+        rows = settings.batch_size if settings.config.get(KEY) is not None else 1
+        latest = latest if progress.current_epoch else ()
+    return max([rows, *(sizes.samples_per_step * progress.ranks // ranks for sizes in latest)])
 
 
 def log_schedule(

@@ -12,7 +12,7 @@ CONTENT = {"model-00001-of-00001.bin": b"weights", "recipe_state.pt": b"state", 
 
 def manifest(serial: int = 0, **changes: Any) -> Manifest:
     position = Position(epochs=1, steps_in_epoch=0, step=4)
-    run = {"finished": False, "ranks": 2, "identity": {"seed": 0}}
+    run = {"finished": False, "ranks": 2, "latest_step_samples": 0, "identity": {"seed": 0}}
     made: dict[str, Any] = {"position": position, **run, "saved_at": "2026-11-20T00:00:00+00:00", "files": {}}
     return Manifest(serial=serial, **{**made, **changes})
 

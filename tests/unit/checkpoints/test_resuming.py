@@ -131,6 +131,7 @@ def test_step_keeps_its_samples_on_another_number_of_ranks(
     ("ranks", "options", "message"),
     [
         (5, (), "cannot resume on 5 ranks: a step has 12 samples, .* resume on 1, 2, 3, 4, 6, 12 ranks"),
+        (4, (), r"a step has 12 samples \(30 in the checkpoint\), .* resume on 1, 2, 3, 6 ranks"),
         (4, GROWING, "in batches of 2; resume on 1, 2, 3, 6 ranks"),
         (1, ("gradient_accumulation_steps=5",), r"batch_size × gradient_accumulation_steps × 1 ranks = 12\)"),
         (1, ("batch_size=12", *GROWING), "batch_size is 12, but was 2"),
@@ -139,7 +140,8 @@ def test_step_keeps_its_samples_on_another_number_of_ranks(
 def test_resuming_with_other_samples_in_a_step_is_refused_with_the_remedy(
     tmp_path: Path, ranks: int, options: tuple[str, ...], message: str
 ) -> None:
-    saved(tmp_path, "epoch_0", samples_per_step=12, ranks=6)
+    enlarged = {"latest_step_samples": 30} if "30" in message else {}  # by a search
+    saved(tmp_path, "epoch_0", samples_per_step=12, ranks=6, **enlarged)
     with pytest.raises(ConfigError, match=message):
         start(tmp_path, *options, ranks=ranks)
 

@@ -23,7 +23,6 @@ from torchtune_adaptive.loop.schedule import (
     size_epochs,
     size_run,
     total_steps,
-    whole_step_rows,
 )
 
 
@@ -75,13 +74,6 @@ def test_an_epoch_in_progress_keeps_its_samples_per_step_on_fewer_ranks_and_with
     assert following.steps == 160 // 16
     assert (progress.step, progress.ranks) == (4, 1)
     assert total_steps(epochs) == 10 + 10
-
-
-def test_ranks_that_cannot_share_a_kept_step_are_refused_before_a_search() -> None:
-    found = EpochSizes(0, 5, 1, microbatch_rows=5, samples_per_step=5, steps=10)  # the search has enlarged the step
-    progress = progress_of(past=(found,), epochs_run=1, ranks=2)
-    with pytest.raises(ConfigError, match="cannot resume on 4 ranks: a step has 10 samples"):
-        whole_step_rows(settings_of(4, 1), progress, 4)
 
 
 @pytest.mark.parametrize(
