@@ -54,6 +54,13 @@ def contradictions(settings: Settings) -> Iterator[str]:
         )
     if settings.optimizer_in_bwd and settings.gradient_accumulation_steps > 1:
         yield "optimizer_in_bwd is True, which updates weights in every backward: set gradient_accumulation_steps to 1"
+    rows, most = settings.batch_size, settings.adaptive.max_batch_size
+    keeps_step = settings.adaptive.accumulation != "fixed"
+    if settings.optimizer_in_bwd and settings.use_maximum_batch_size and keeps_step and (most or rows) < rows:
+        yield (
+            f"optimizer_in_bwd is True, so the batch_size of {rows} rows must fit in one microbatch, but "
+            f"adaptive.max_batch_size is {most}: lower batch_size or raise adaptive.max_batch_size"
+        )
     if settings.ac_mode == "selective" and settings.ac_option is None and not settings.enable_activation_checkpointing:
         yield "ac_mode is selective, but ac_option is null: set ac_option: N for every Nth layer, or ac_mode: full"
     if dim > 1 and settings.data_parallel_replicate_dim > 1:

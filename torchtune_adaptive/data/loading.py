@@ -230,7 +230,8 @@ def build_step_loader(dataset: CheckedDataset, settings: Settings, mesh: Meshes)
         accumulated = f"gradient_accumulation_steps {accumulation} × " * (accumulation > 1)
         raise ConfigError(
             f"dataset has {count_of(samples, 'sample')}, but one step takes {settings.samples_per_step * ranks}: "
-            f"batch_size {settings.batch_size} × {accumulated}{count_of(ranks, 'rank')}; lower one of them"
+            f"batch_size {settings.batch_size} × {accumulated}{count_of(ranks, 'rank')}; add samples, or "
+            "lower one of them in a new run"
         )
     return loader
 

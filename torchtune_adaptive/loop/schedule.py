@@ -114,7 +114,7 @@ def size_epochs(
         if steps == 0:
             raise ConfigError(
                 f"epoch {epoch}: a step takes {sizes.samples_per_step} samples per rank, but a rank has only "
-                f"{samples_per_rank}; lower the batch size or its increase"
+                f"{samples_per_rank}; lower adaptive.max_batch_size, gradient_accumulation_steps, or the increase"
             )
         epochs.append(replace(sizes, steps=min(steps, progress.max_steps_per_epoch or steps)))
     return tuple(epochs)

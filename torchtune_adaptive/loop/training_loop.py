@@ -16,7 +16,13 @@ from torchtune import training
 from torchtune_adaptive.checkpoints.contents import Contents
 from torchtune_adaptive.checkpoints.manager import CheckpointManager, build_checkpointer
 from torchtune_adaptive.checkpoints.progress import EpochSizes, Progress, SavedLimits
-from torchtune_adaptive.checkpoints.resuming import SIZES, StepsOnRanks, find_start, with_samples_per_step
+from torchtune_adaptive.checkpoints.resuming import (
+    SIZES,
+    StepsOnRanks,
+    find_start,
+    multiplies_batch_size,
+    with_samples_per_step,
+)
 from torchtune_adaptive.checkpoints.store import Checkpointer, Files, State
 from torchtune_adaptive.config.keys import Settings
 from torchtune_adaptive.data.balancing import Balancer
@@ -148,11 +154,17 @@ class TrainingLoop:
         """
         self.run, self.model, self.data, self.optimization, self.stages = run, model, data, optimization, stages
         self.loss_fn, self.validation = loss_fn, validation
-        samples, before = len(data.dataset), run.progress.dataset_samples
-        if run.progress.steps_in_epoch and samples != before:
+        samples, progress, fault = len(data.dataset), run.progress, None
+        kept = () if multiplies_batch_size(run.settings) else progress.epochs_started[-1:]
+        per_step = sum(sizes.samples_per_step for sizes in kept) * progress.ranks
+        if progress.steps_in_epoch and samples != progress.dataset_samples:
+            fault = f"had {progress.dataset_samples} when the checkpoint was saved, within an epoch"
+        elif data.loader.samples_per_rank * run.devices.ranks < per_step:
+            fault = f"a step takes {per_step}"
+        if fault is not None:
             raise ConfigError(
-                f"cannot resume within an epoch: the dataset has {samples} samples, but had {before} when the "
-                "checkpoint was saved; restore the dataset, or start a new run with another output_dir"
+                f"cannot resume: the dataset has {samples} samples, but {fault}; restore the dataset, or start a new "
+                "run with another output_dir"
             )
         run.progress = replace(run.progress, dataset_samples=samples)
         trained = stages.training.model

@@ -197,6 +197,7 @@ def test_keys_of_components_and_references_are_not_checked(cfg: dict[str, Any]) 
 
 BUDGET = {"token_budget": 4096}
 """Under `adaptive:`."""
+SEARCHES_IN_BACKWARD = "optimizer_in_bwd=True use_maximum_batch_size=True batch_size=8 gradient_accumulation_steps=1"
 
 
 def demo(recipe: str, *overrides: str, **adaptive: object) -> DictConfig:
@@ -219,6 +220,12 @@ def problems(recipe: str, cfg: DictConfig) -> str:
     [
         (FULL, "use_maximum_batch_size=True", BUDGET, "use_maximum_batch_size is True and adaptive.token_budget is"),
         (FULL, "optimizer_in_bwd=True", BUDGET, "set optimizer_in_bwd: False or adaptive.token_budget: null"),
+        (
+            FULL,
+            SEARCHES_IN_BACKWARD,
+            {"max_batch_size": 4},
+            "optimizer_in_bwd is True, so the batch_size of 8 rows must",
+        ),
         (FULL, "", {**BUDGET, "max_batch_size": 4}, "max_batch_size is 4 and adaptive.token_budget is 4096"),
         (FULL, "fsdp_cpu_offload=True", {}, "fsdp_cpu_offload is True"),
         (FULL, "run_val_every_n_steps=2", {}, "run_val_every_n_steps is 2, but dataset_val is missing"),

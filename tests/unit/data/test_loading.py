@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from tests.unit.data.minimal_config import NEEDED
-from torchtune_adaptive.checkpoints.progress import Progress
+from torchtune_adaptive.checkpoints.progress import EpochSizes, Progress
 from torchtune_adaptive.config.keys import Settings
 from torchtune_adaptive.data import loading
 from torchtune_adaptive.data.loading import CheckedDataset, Data, StepLoader, build_step_loader
@@ -72,15 +72,21 @@ def test_sample_order_takes_at_most_20_bytes_per_sample() -> None:
     assert peak < 20 * 10**6
 
 
-@pytest.mark.parametrize(("steps_in_epoch", "refused"), [(0, False), (3, True)])
-def test_resume_within_an_epoch_needs_the_same_number_of_samples(steps_in_epoch: int, refused: bool) -> None:
-    values: dict[str, Any] = {"seed": 0, "total_epochs": 2, "max_steps_per_epoch": None, "ranks": 1}
-    run = mock.Mock(progress=Progress(**values, steps_in_epoch=steps_in_epoch, dataset_samples=64))
-    unused = mock.Mock()
-    data = Data(CheckedDataset([{}] * 20), False, unused, unused, max_seq_len=8)
+@pytest.mark.parametrize(
+    ("steps_in_epoch", "samples_per_step", "fault"), [(0, 5, None), (3, 5, "had 64"), (0, 12, "a step takes 24")]
+)
+def test_resumed_run_needs_the_samples_of_a_step_and_within_an_epoch_the_same_number(
+    steps_in_epoch: int, samples_per_step: int, fault: str | None
+) -> None:
+    values: dict[str, Any] = {"seed": 0, "total_epochs": 2, "max_steps_per_epoch": None, "ranks": 2}
+    past = (EpochSizes(0, 5, 1, microbatch_rows=5, samples_per_step=samples_per_step, steps=2),)
+    progress = Progress(**values, steps_in_epoch=steps_in_epoch, dataset_samples=64, past=past)
+    run, dataset, unused = mock.Mock(progress=progress), CheckedDataset([{}] * 20), mock.Mock()
+    run.settings, run.devices.ranks = Settings(**KEYS), 1
+    data = Data(dataset, False, unused, StepLoader(dataset, rank=0, world_size=1, shuffle=False), max_seq_len=8)
     with (
         mock.patch.object(training_loop, "StepProfiler"),
-        pytest.raises(ConfigError, match=r"20 samples, but had 64") if refused else nullcontext(),
+        pytest.raises(ConfigError, match=f"20 samples, but {fault}.*start a new run") if fault else nullcontext(),
     ):
         training_loop.TrainingLoop(run, unused, data, unused, unused)
         assert run.progress.dataset_samples == 20
