@@ -25,6 +25,8 @@ INDEX = "index in the dataset"
 FILLER = "filler in place of a sample"
 """Key that marks a filler: a small sample that a rank runs in place of a missing one, so that it issues the same
 collectives as its peers. Its loss must not count, and may be nonzero even without labels."""
+REFERENCE_LOG_PROBS = "reference_log_probs"
+"""Key for the two reference log-probabilities of a pair, of the chosen and of the rejected answer. A stage sets it."""
 
 
 class Fields(NamedTuple):
@@ -46,6 +48,8 @@ class TokenKind:
 
     sequences: tuple[Fields, ...]
     ignored_label: int = CROSS_ENTROPY_IGNORE_IDX
+    results: tuple[str, ...] = ()
+    """Keys for a number per sequence, which one stage stores and a later one reads."""
     padded: bool = True
     """True: rows are padded to the longest. False: all sequences of a microbatch are concatenated in one row."""
 
@@ -94,7 +98,8 @@ class TokenKind:
     def uniform(self, token: int, length: int) -> Sample:
         """Return a sample of this length, whose sequences repeat `token` and have every token as a target."""
         each = max(1, self.longest_at(length))
-        return {key: [token] * each for fields in self.sequences for key in fields[:2]}
+        tokens = {key: [token] * each for fields in self.sequences for key in fields[:2]}
+        return tokens | {key: torch.zeros(self.rows) for key in self.results}
 
     def cut(self, sample: Sample, length: int) -> Sample:
         """Shorten a sample, whose sequences have equal lengths, to this length."""
@@ -141,7 +146,8 @@ TEXT = TokenKind(sequences=(Fields("tokens", "labels", ("mask", "input_pos")),))
 """One sequence, as in torchtune's finetuning datasets."""
 
 PAIR = TokenKind(
-    sequences=(Fields("chosen_input_ids", "chosen_labels"), Fields("rejected_input_ids", "rejected_labels"))
+    sequences=(Fields("chosen_input_ids", "chosen_labels"), Fields("rejected_input_ids", "rejected_labels")),
+    results=(REFERENCE_LOG_PROBS,),
 )
 """A chosen and a rejected answer, as in torchtune's preference datasets."""
 

@@ -21,7 +21,6 @@ from torchtune_adaptive.engine.fsdp import is_whole
 from torchtune_adaptive.engine.limit_policy import LimitState
 from torchtune_adaptive.engine.limits import RowLimit
 from torchtune_adaptive.engine.plans import SampleKind
-from torchtune_adaptive.engine.ranks import from_all_ranks
 from torchtune_adaptive.engine.recovery import Recovery
 from torchtune_adaptive.engine.results import Totals
 from torchtune_adaptive.engine.step import StepRunner
@@ -33,6 +32,7 @@ from torchtune_adaptive.hf.losses import (
     Reduction,
     TwoSamples,
     find_reduction,
+    losses_of_groups,
     noise_in,
 )
 from torchtune_adaptive.hf.metrics import BatchMetrics, only_fsdp_communicates
@@ -52,8 +52,7 @@ REMEDY = "lower per_device_eval_batch_size"
 class Piece(NamedTuple):
     """The results of `prediction_step` for some rows of a batch."""
 
-    counts: Counts
-    loss: Any
+    loss: BatchLoss
     outputs: tuple[Any, Any]
     """Logits and labels."""
 
@@ -109,14 +108,15 @@ class Evaluator:
         # This may be a collective of Trainer, which must not run inside the pass, so call it here.
         self._items = self.trainer._get_num_items_in_batch([inputs], self.trainer.args.device)
         self._restore, self._batches_run = remember_random_state(self.trainer), self._batches_run + 1
-        self._pieces: dict[tuple[int, ...], Piece] = {}
+        self._pieces: list[Piece] = []
         try:
             runner.run(range(len(batch.samples)), step=self._batches_run)
             self._metrics.end_step()
-            first, *others = self._pieces.values()
+            first, *others = self._pieces
             if not others:
-                return first.loss, *first.outputs
-            loss, pieces = self._loss([first, *others]), [*map(self._preprocess_piece, (first, *others))]
+                return first.loss.loss, *first.outputs
+            loss = self._loss([each.loss for each in self._pieces])
+            pieces = [*map(self._preprocess_piece, self._pieces)]
             self.trainer.preprocess_logits_for_metrics = lambda logits, _: logits  # already called for each piece
             return loss, *(self._concatenate(pieces, index) for index in (0, 1))
         finally:
@@ -166,7 +166,7 @@ class Evaluator:
             loss, logits, labels = self._prediction_step(inputs)
         if is_piece:
             logits, labels = recursively_apply(Tensor.cpu, (logits, labels))
-        self._pieces[tuple(rows)] = Piece(counts, loss, (logits, labels))
+        self._pieces.append(Piece(BatchLoss(loss, counts), (logits, labels)))
         return Totals(torch.zeros(()), 0)
 
     def _inputs_of(self, rows: Sequence[int]) -> Any:
@@ -196,17 +196,17 @@ class Evaluator:
         """Return the logits (index 0) or labels (index 1) of the whole batch, on the device."""
         for piece in pieces:
             for tensor in tree_leaves(piece.outputs[index]):
-                if isinstance(tensor, Tensor) and tensor.shape[:1] != (piece.counts.rows,):
+                if isinstance(tensor, Tensor) and tensor.shape[:1] != (piece.loss.counts.rows,):
                     raise ConfigError(
                         f"{CANNOT_SPLIT}: an output of shape {tuple(tensor.shape)} does not have a row for each of "
-                        f"{piece.counts.rows} samples; set prediction_loss_only=True, or {REMEDY}"
+                        f"{piece.loss.counts.rows} samples; set prediction_loss_only=True, or {REMEDY}"
                     )
         whole, *others = (piece.outputs[index] for piece in pieces)
         for other in others if whole is not None else ():
             whole = nested_concat(whole, other, padding_index=-100)
         return send_to_device(whole, self.trainer.args.device)
 
-    def _loss(self, pieces: Sequence[Piece]) -> Any:
+    def _loss(self, pieces: Sequence[BatchLoss]) -> Any:
         """Collective: compute the loss of the batch from the losses of its pieces."""
         if pieces[0].loss is None:
             return None
@@ -235,14 +235,10 @@ class Evaluator:
         if look.rows > 2:
             used = rows[: max(2, min(look.rows, self._runner.limit.size))]
             few, many = used[: len(used) // 2], used[len(used) // 2 :]
-        pieces, self._pieces = self._pieces, {}
+        pieces, self._pieces = self._pieces, []
         try:
             with noise_in(self._model, look):
-                result, _ = self._runner.attempt([few, many, [*few, *many]])
-            tried = [BatchLoss(float(each.loss), each.counts) for each in self._pieces.values()]
+                groups = [many, few, [*few, *many]]
+                return losses_of_groups(self._runner, groups, lambda: [each.loss for each in self._pieces])
         finally:
             self._pieces = pieces
-        if result is None:
-            return None
-        first, second, both = tried
-        return from_all_ranks(TwoSamples(both, first, second))

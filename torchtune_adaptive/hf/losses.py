@@ -335,6 +335,7 @@ class LossCheck:
         firsts, second = candidates(samples, look.rows)
         if not (is_whole(self._model) or isinstance(second[0], GeneratedRow)):  # so that all ranks use the same layers
             firsts, second = from_all_ranks((firsts, second))[0]
+        pairs = [microbatch for first in firsts for microbatch in (first, [*first, *second])]
         attention = getattr(getattr(self._model, "config", None), "_attn_implementation", None)
         self._num_items, self._restore = num_items, restore
         self._restore_attributes = remember_attributes(self._trainer, *self._model.modules())
@@ -346,13 +347,11 @@ class LossCheck:
                 self._losses: list[BatchLoss] = []
                 without_dropout = WithoutDropout() if training else nullcontext()
                 with stance(), without_dropout, noise_in(self._model, look):
-                    pairs = [microbatch for first in firsts for microbatch in (first, [*first, *second])]
-                    result, _ = self.runner.attempt([second, *([second] if alone else pairs)])
-                if result is None:
+                    on_ranks = losses_of_groups(
+                        self.runner, [second, *([second] if alone else pairs)], lambda: self._losses
+                    )
+                if on_ranks is None:
                     return None
-                of_second, *others = (each._replace(loss=float(each.loss)) for each in self._losses)
-                tried = [*map(TwoSamples, others[1::2], others[::2], repeat(of_second))]
-                on_ranks = [*chain(*from_all_ranks(tried))]
                 if not any(each.both.is_random for each in on_ranks):
                     break
         finally:
@@ -373,6 +372,19 @@ class LossCheck:
             loss = trainer.compute_loss(self._model, inputs, num_items_in_batch=self._num_items)
         self._losses.append(BatchLoss(loss.detach(), batch.counts, is_random=state != random_state()))
         return Totals(torch.zeros(()), 0)
+
+
+def losses_of_groups(
+    runner: StepRunner[Any], microbatches: Sequence[Sequence[Any]], losses: Callable[[], Sequence[BatchLoss]]
+) -> list[TwoSamples] | None:
+    """Collective: return the losses on all ranks, or None if a rank runs out of memory. The first microbatch is the
+    second group; then come each first group, and both groups together. `losses` returns those of the microbatches."""
+    result, _ = runner.attempt(microbatches)
+    if result is None:
+        return None
+    of_second, *others = (each._replace(loss=float(each.loss)) for each in losses())
+    tried = [*map(TwoSamples, others[1::2], others[::2], repeat(of_second))]
+    return [*chain(*from_all_ranks(tried))]
 
 
 def candidates(samples: Sequence[Any], rows: int = 2) -> tuple[list[list[RawSample]], list[RawSample]]:

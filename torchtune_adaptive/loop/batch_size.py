@@ -15,8 +15,6 @@ from dataclasses import asdict, replace
 from functools import partial
 from typing import Any, TypeVar
 
-import torch
-
 from torchtune_adaptive.config.keys import REMEDIES, Settings, value_at
 from torchtune_adaptive.data.balancing import balancer_of
 from torchtune_adaptive.data.loading import Data
@@ -34,7 +32,6 @@ from torchtune_adaptive.loop import schedule
 from torchtune_adaptive.loop.metrics import SEARCH
 from torchtune_adaptive.loop.training_loop import BatchSchedule, TrainingLoop, restore_limits
 from torchtune_adaptive.models.model import phase_boundaries
-from torchtune_adaptive.objectives.preference import POLICY, REFERENCE_LOG_PROBS
 from torchtune_adaptive.report.tables import profile_table, search_table
 
 SEARCH_SKIPPED = "skipped: a CPU has no memory limit to search within; set adaptive.memory_limit"
@@ -197,8 +194,6 @@ def _worst_step(loop: TrainingLoop, stage: str) -> TrainingStep[Sample]:
     """Collective: return the worst-case step that the probes of this stage run."""
     runner, last = loop.stages[stage], loop.stages.training
     sample = worst_sample(loop.data, loop.run.settings.adaptive.sequence_length)
-    if last.stage == POLICY:
-        sample = {**sample, REFERENCE_LOG_PROBS: torch.zeros(2)}
     training = TrainingStep(
         runner=last,
         sample=sample,

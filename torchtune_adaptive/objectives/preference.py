@@ -25,7 +25,7 @@ from torchtune_adaptive.checkpoints.store import State
 from torchtune_adaptive.config.keys import Settings
 from torchtune_adaptive.contexts import evaluating
 from torchtune_adaptive.data.loading import Data
-from torchtune_adaptive.data.samples import FILLER, Sample
+from torchtune_adaptive.data.samples import FILLER, REFERENCE_LOG_PROBS, Sample
 from torchtune_adaptive.data.unpadded import allowing_long_rows, batch_to_device
 from torchtune_adaptive.engine.results import StepResult, Totals
 from torchtune_adaptive.lifecycle.distributed import Devices
@@ -39,9 +39,6 @@ POLICY = "policy"
 """The names of the stages."""
 
 VALIDATION_REFERENCE_STAGE = f"{VALIDATION_STAGE}, {REFERENCE}"
-
-REFERENCE_LOG_PROBS = "reference_log_probs"
-"""Key for the two reference log-probabilities of a pair, of the chosen and of the rejected answer."""
 
 PAIRS = "pairs"
 ACCURACY = "rewards/accuracies"

@@ -17,10 +17,11 @@ from tests.distributed.models import computes, device
 from tests.fault_injection import FaultInjector
 from tests.recipes.ppo.rollouts import ppo_config
 from tests.recipes.running import demo_config, load_ours
+from torchtune_adaptive.data.samples import REFERENCE_LOG_PROBS
 from torchtune_adaptive.engine.limits import RowLimit
 from torchtune_adaptive.engine.step import Stages, StepRunner
 from torchtune_adaptive.lifecycle import distributed
-from torchtune_adaptive.objectives.preference import REFERENCE_LOG_PROBS, figures_of
+from torchtune_adaptive.objectives.preference import figures_of
 from torchtune_adaptive.rl import generation
 
 SAMPLES, STEP = 4, 1

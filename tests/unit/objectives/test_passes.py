@@ -21,7 +21,6 @@ from torchtune_adaptive.objectives.preference import (
     PAIRS,
     POLICY,
     REFERENCE,
-    REFERENCE_LOG_PROBS,
     Passes,
     Scores,
     figures_of,
@@ -73,7 +72,7 @@ def test_figures_are_means_over_pairs_and_logits_over_tokens() -> None:
 
 
 def test_pair_with_a_column_named_filler_is_trained_and_a_filler_is_not() -> None:
-    pair = {**PAIR.uniform(3, 4), REFERENCE_LOG_PROBS: torch.zeros(2)}
+    pair = PAIR.uniform(3, 4)
     scores = Scores(torch.zeros(2, 2), torch.zeros(4, 4, 1), [4] * 4, 16)
     nothing: Any = mock.MagicMock(enable_activation_offloading=False)
     passes = Passes(nothing, nothing, DPOLoss(), nothing, nothing, torch.device("cpu"))
