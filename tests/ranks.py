@@ -69,16 +69,26 @@ def run_on_ranks(
                 process.join()
 
 
-def on_ranks(world_size: int, timeout_s: float = 60) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Decorator: run a test on every rank of a gloo process group."""
+def on_ranks(
+    world_size: int | Callable[..., int],
+    timeout_s: float = 60,
+    in_group: bool = True,
+    setup: Callable[[], object] = bool,
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Decorator: run a test on every rank, as by `run_on_ranks`. Call `setup` on each rank before it.
+
+    The number of ranks may be a function of the test's arguments.
+    """
 
     def decorated(check: Callable[..., None]) -> Callable[..., None]:
         @wraps(check)
         def test(**case: Any) -> None:
             if "RANK" in os.environ:  # a rank finds this function by the name of the test
+                setup()
                 check(**case)
             else:
-                run_on_ranks(world_size, partial(test, **case), timeout_s=timeout_s)
+                ranks = world_size(**case) if callable(world_size) else world_size
+                run_on_ranks(ranks, partial(test, **case), timeout_s=timeout_s, in_group=in_group)
 
         return test
 

@@ -1,12 +1,8 @@
-"""Compare the passes of adaptive workers with SkyRL's own, without errors and with injected ones.
-
-torchrun --nproc_per_node 2 -m tests.skyrl.sweeps [PLACES]   prints a table of each pass on this number of ranks
-"""
+"""Compare the passes of adaptive workers with SkyRL's own, without errors and with injected ones."""
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple
@@ -171,25 +167,3 @@ def sweep_all(places: int) -> dict[str, Swept]:
     """Collective: on CPUs."""
     use_cpus()
     return {name: sweep(name, places) for name in CASES}
-
-
-def table(results: Sequence[dict[str, Swept]]) -> str:
-    """Return a table of the passes. `results` are those of all ranks."""
-    lines = []
-    for name, each in results[0].items():
-        worst = max(of_rank[name].difference for of_rank in results)
-        difference = "0" if worst == 0 else f"{worst:.0e}"
-        lines.append(f"| {name} | {len(results)} | {difference} | {each.injected} | {each.recovered} |")
-    return "\n".join(lines)
-
-
-if __name__ == "__main__":
-    dist.init_process_group("gloo")
-    swept = sweep_all(int(*sys.argv[1:2] or [100]))
-    results: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(results, swept)
-    if dist.get_rank() == 0:
-        print(table(results))
-        assert all(each.bitwise and each.metrics_bitwise for of_rank in results for each in of_rank.values())
-        print({name: each.added_collectives for name, each in swept.items()})
-    dist.barrier()

@@ -6,9 +6,9 @@ import inspect
 import logging
 import pickle
 import runpy
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -24,11 +24,12 @@ from skyrl.backends.skyrl_train.workers.fsdp.fsdp_worker import CriticWorker, Po
 from skyrl.train.config import SkyRLTrainConfig
 
 from tests.fault_injection import FaultInjector
-from tests.ranks import run_on_ranks
+from tests.ranks import on_ranks, run_on_ranks
 from tests.skyrl.sweeps import CASES, Case, Swept, pair, relative, run, same, sweep_all
 from tests.skyrl.workers import IMAGE, KINDS, PROMPT, batch, gradients, use_cpus
 from torchtune_adaptive.engine.limits import RowLimit
 from torchtune_adaptive.engine.meter import MemoryMeter
+from torchtune_adaptive.engine.ranks import from_all_ranks
 from torchtune_adaptive.errors import AdaptiveError, ConfigError, OneRowDoesNotFitError
 from torchtune_adaptive.skyrl import adaptive, passes
 from torchtune_adaptive.skyrl.passes import longest_row
@@ -60,23 +61,12 @@ def test_collectives_of_a_pass_do_not_depend_on_its_microbatches(swept: list[dic
         assert configured == smaller <= 1
 
 
-def on_cpus(function: Callable[..., Any], *args: Any) -> Any:
-    """Collective."""
-    use_cpus()
-    return function(*args)
+on_cpus = partial(on_ranks, timeout_s=120, setup=use_cpus)
 
 
-def on_ranks(ranks: int, function: Callable[..., Any], *args: Any) -> list[Any]:
-    return run_on_ranks(ranks, on_cpus, function, *args, timeout_s=120)
-
-
+@on_cpus(2)
 def test_gradients_add_up_over_batches_before_an_update() -> None:
     """Tinker calls `forward_backward` several times before `optim_step`."""
-    assert max(on_ranks(2, _two_batches_before_an_update)) < 1e-6
-
-
-def _two_batches_before_an_update() -> float:
-    difference = 0.0
     for case in (CASES["policy"], CASES["critic"]):
         stock, ours = pair(case)
         for made in (stock, ours):
@@ -92,17 +82,11 @@ def _two_batches_before_an_update() -> float:
         for made in (stock, ours):
             made.optim_step()
         weights = [[each.to_local() for each in made.model.parameters()] for made in (ours, stock)]
-        difference = max(difference, relative(*weights))
-    return difference
+        assert relative(*weights) < 1e-6
 
 
+@on_cpus(1)
 def test_a_pass_counts_the_memory_that_other_processes_held_in_earlier_passes() -> None:
-    [(earlier, memory)] = on_ranks(1, _memory_of_two_passes)
-    assert earlier == [None, memory]
-
-
-def _memory_of_two_passes() -> tuple[list[int | None], int]:
-    """Return the memory of which each pass knows, and that of the first one."""
     known: list[Any] = []
     memory = MemoryMeter(2**40)
 
@@ -114,34 +98,25 @@ def _memory_of_two_passes() -> tuple[list[int | None], int]:
     with mock.patch.object(passes, "memory_within", within):
         for _ in range(2):
             run(ours, CASES["policy"])
-    return [each and id(each) for each in known], id(memory)
+    assert known == [None, memory]
 
 
 @pytest.mark.parametrize("name", ["policy, entropy bonus", "policy, entropy bonus by tokens", "critic, 3 of 8 rows"])
+@on_cpus(2)
 def test_losses_that_depend_on_microbatches_are_exact_after_an_error(name: str) -> None:
-    assert max(on_ranks(2, _smaller_microbatches, CASES[name])) < 1e-6
-
-
-def _smaller_microbatches(case: Case) -> float:
-    stock, ours = pair(case)
+    stock, ours = pair(case := CASES[name])
     data = batch(seed=2 + dist.get_rank())
     expected, _ = run(stock, case, data), run(ours, case, data)
     runner = ours.passes.runners["forward_backward"]
-    state, size, difference = runner.state_dict(), runner.limit.size, 0.0
+    state, size = runner.state_dict(), runner.limit.size
     for divisor in (1.4, 2, 10):  # some sizes do not divide the configured microbatch
         runner.load_state_dict({**state, "size": max(1, int(size / divisor))})
-        difference = max(difference, relative(run(ours, case, data).gradients, expected.gradients))
+        assert relative(run(ours, case, data).gradients, expected.gradients) < 1e-6
         assert len(ours.passes.plan) > expected.metrics.get("num_microbatches", 2)
-    return difference
 
 
+@on_cpus(1)
 def test_losses_that_select_tokens_of_a_microbatch_are_reported() -> None:
-    [reports] = on_ranks(1, _selecting_loss)
-    assert len(reports) == 1
-    assert "the loss kl_cov (trainer.algorithm.policy_loss_type)" in reports[0]
-
-
-def _selecting_loss() -> list[str]:
     reports = logs()
     case = Case("policy", overrides=("trainer.algorithm.policy_loss_type=kl_cov",))
     _, ours = pair(case)
@@ -150,29 +125,24 @@ def _selecting_loss() -> list[str]:
     with FaultInjector(ours.passes.runners["forward_backward"]).fail_at(rank=0, step=2, operation=50):
         run(ours, case)
     run(ours, case)
-    return reports
+    [report] = reports
+    assert "the loss kl_cov (trainer.algorithm.policy_loss_type)" in report
 
 
 @pytest.mark.parametrize("name", ["policy, entropy bonus by tokens", "critic, by tokens", "policy forward, by tokens"])
+@on_cpus(2)
 def test_ranks_with_different_numbers_of_microbatches_equal_skyrls(name: str) -> None:
-    assert all(on_ranks(2, _different_numbers, CASES[name]))
-
-
-def _different_numbers(case: Case) -> bool:
-    stock, ours = pair(case)
+    stock, ours = pair(case := CASES[name])
     data = batch(seed=2 + dist.get_rank())  # other lengths on each rank
     expected, ran = run(stock, case, data), run(ours, case, data)
     padding = torch.tensor([float(() in ours.passes.plan)])
     dist.all_reduce(padding)
     assert padding.item() == 1, "SkyRL adds microbatches of padding on one rank"
-    return same(ran, expected)
+    assert same(ran, expected)
 
 
+@on_cpus(2)
 def test_out_of_memory_after_the_microbatches_is_recovered_on_all_ranks() -> None:
-    assert max(on_ranks(2, _after_the_microbatches)) < 1e-6
-
-
-def _after_the_microbatches() -> float:
     stock, ours = pair(CASES["policy"])
     reduce, fails = skyrl_worker.reduce_metrics, iter([dist.get_rank() == 1])
 
@@ -185,39 +155,31 @@ def _after_the_microbatches() -> float:
     with mock.patch.object(skyrl_worker, "reduce_metrics", reduce_metrics):
         ran = run(ours, CASES["policy"])
     assert ran.metrics["oom_recoveries"] == 1
-    return relative(ran.gradients, expected.gradients)
+    assert relative(ran.gradients, expected.gradients) < 1e-6
 
 
+@on_cpus(2)
 def test_an_empty_batch_does_what_skyrl_does() -> None:
-    assert on_ranks(2, _empty_batch) == [[True] * 2] * 2
+    for case in (CASES["policy"], CASES["critic"]):
+        assert same(*(run(made, case, batch(0)) for made in pair(case)))
 
 
-def _empty_batch() -> list[bool]:
-    return [same(*(run(made, case, batch(0)) for made in pair(case))) for case in (CASES["policy"], CASES["critic"])]
-
-
+@on_cpus(2)
 def test_rows_longer_than_the_budget_run_alone() -> None:
     case = Case("policy", overrides=("trainer.max_tokens_per_microbatch=5",))
-    assert all(on_ranks(2, _alone, case))
-
-
-def _alone(case: Case) -> bool:
     stock, ours = pair(case)
     expected, ran = run(stock, case), run(ours, case)
     assert ran.metrics["num_microbatches"] == 8  # as many as rows
-    return same(ran, expected)
+    assert same(ran, expected)
 
 
 SEARCHED = {"max_prompt_length": 12, "max_generate_length": 20}
 """Twice as long as the rows of a batch."""
 
 
-@pytest.mark.parametrize(("kind", "rows"), [("policy", 4), ("critic", 8)])
-def test_search_finds_the_rows_that_fit_on_the_rank_with_the_least_memory(kind: str, rows: int) -> None:
-    assert on_ranks(2, _search, kind) == [rows, rows]
-
-
-def _search(kind: str) -> int:
+@pytest.mark.parametrize(("kind", "expected_rows"), [("policy", 4), ("critic", 8)])
+@on_cpus(2)
+def test_search_finds_the_rows_that_fit_on_the_rank_with_the_least_memory(kind: str, expected_rows: int) -> None:
     limit = ("4MiB", "2MiB")[dist.get_rank()]
     case, logged = CASES[kind], logs()
     stock, ours = pair(case, use_maximum_batch_size=True, memory_limit=limit, **SEARCHED)
@@ -227,7 +189,7 @@ def _search(kind: str) -> int:
     assert all(map(torch.equal, before, [each.to_local() for each in ours.model.parameters()]))
     assert not ours.optimizer.state
     rows = ours.cfg.micro_train_batch_size_per_gpu
-    assert output.metrics["microbatch_rows"] == rows
+    assert output.metrics["microbatch_rows"] == rows == expected_rows
     shown = [line for line in logged if f"trainer.micro_train_batch_size_per_gpu={rows}" in line]
     assert len(shown) == (dist.get_rank() == 0)
     stock.cfg.micro_train_batch_size_per_gpu = rows
@@ -245,16 +207,10 @@ def _search(kind: str) -> int:
     runner.use_limit(RowLimit(2 * rows + 8))
     ours.forward_backward(longest)
     assert runner.recoveries > 0
-    return rows
 
 
+@on_cpus(2)
 def test_search_with_images_measures_the_largest_image() -> None:
-    [first, second] = on_ranks(2, _search_with_images)
-    assert first == second
-    assert 1 < first < 32
-
-
-def _search_with_images() -> int:
     case = CASES["policy, images"]
     _, ours = pair(case, use_maximum_batch_size=True, memory_limit="3MiB", **SEARCHED)
     data = batch(32, images=True)
@@ -265,7 +221,9 @@ def _search_with_images() -> int:
     assert len(longest_row(data, ours.arguments, padded=True)["pixel_values"][0]) == 16
     output = ours.forward_backward(data)
     assert output.metrics["oom_recoveries"] == 0
-    return output.metrics["microbatch_rows"]
+    first, second = from_all_ranks(output.metrics["microbatch_rows"])
+    assert first == second
+    assert 1 < first < 32
 
 
 def logs() -> list[str]:
@@ -278,46 +236,38 @@ def logs() -> list[str]:
     return lines
 
 
+@on_cpus(1)
 def test_search_finds_a_token_budget_that_allows_more_short_rows() -> None:
-    [(budget, rows, lines)] = on_ranks(1, _token_budget)
-    assert 4 * 32 <= budget < 16 * 32
-    assert rows == budget // 16  # rows of the batch have 16 tokens, the longest would have 32
-    assert any(f"token_budget={budget} (padding included)" in line for line in lines)
-
-
-def _token_budget() -> tuple[int, int, list[str]]:
     lines = logs()
     _, ours = pair(CASES["policy"], token_budget="auto", memory_limit="2MiB", **SEARCHED)
     output = ours.forward_backward(batch(64))
     assert output.metrics["oom_recoveries"] == 0
-    return output.metrics["microbatch_tokens"], max(map(len, ours.passes.plan)), lines
+    budget = output.metrics["microbatch_tokens"]
+    assert 4 * 32 <= budget < 16 * 32
+    # rows of the batch have 16 tokens, the longest would have 32
+    assert max(map(len, ours.passes.plan)) == budget // 16
+    assert any(f"token_budget={budget} (padding included)" in line for line in lines)
 
 
+@on_cpus(1)
 def test_errors_name_keys_of_skyrl_and_can_be_sent_between_processes() -> None:
-    [messages] = on_ranks(1, _errors)
-    assert "generator.sampling_params.max_generate_length" in messages["one row does not fit"]
-    assert "trainer.gradient_checkpointing=true" in messages["limit exhausted"]
-    assert "memory_limit to adaptive()" in messages["no limit"]
+    case = CASES["policy"]
 
-
-def _errors() -> dict[str, str]:
-    case, messages = CASES["policy"], {}
-
-    def fail(what: str, overrides: Any = None, **arguments: Any) -> None:
+    def fail(named: str, **arguments: Any) -> None:
         _, ours = pair(case, **arguments)
         with pytest.raises(AdaptiveError) as caught:
             ours.forward_backward(batch())
-        messages[what] = str(pickle.loads(pickle.dumps(caught.value)))
-        assert messages[what] == str(caught.value)
+        assert named in str(caught.value) == str(pickle.loads(pickle.dumps(caught.value)))
 
-    fail("one row does not fit", use_maximum_batch_size=True, memory_limit="300KiB", **SEARCHED)
-    _, ours = pair(case, use_maximum_batch_size=True, memory_limit="300KiB", **SEARCHED)
+    searched = {"use_maximum_batch_size": True, "memory_limit": "300KiB", **SEARCHED}
+    fail("generator.sampling_params.max_generate_length", **searched)
+    _, ours = pair(case, **searched)
     with pytest.raises(OneRowDoesNotFitError):
         ours.forward_backward(batch())
     ours.arguments = ours.passes._arguments = replace(ours.arguments, memory_limit="4MiB")
     assert ours.forward_backward(batch()).metrics["microbatch_rows"] > 1, "the next call searches again"
-    fail("limit exhausted", memory_limit="250KiB")
-    fail("no limit", use_maximum_batch_size=True, **SEARCHED)
+    fail("trainer.gradient_checkpointing=true", memory_limit="250KiB")
+    fail("memory_limit to adaptive()", use_maximum_batch_size=True, **SEARCHED)
     _, ours = pair(case)
     ours.forward_backward(batch())
     before = [each.grad.clone() for each in ours.model.parameters() if each.grad is not None]
@@ -334,7 +284,6 @@ def _errors() -> dict[str, str]:
     _, ours = pair(case, memory_limit="250KiB", recover_from_oom=False)
     with pytest.raises(torch.OutOfMemoryError):
         ours.forward_backward(batch())
-    return messages
 
 
 def test_adaptive_refuses_other_classes_and_unknown_arguments() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from contextlib import nullcontext
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +22,10 @@ from torchtitan.models.llama3.config_registry import llama3_debugmodel
 from torchtitan.trainer import Trainer
 
 from tests.fault_injection import FaultInjector
-from tests.ranks import run_on_ranks
+from tests.ranks import on_ranks, run_on_ranks
 from tests.titan.sweep import CASES, sweep
 from tests.titan.trainers import TOKENS, RandomTokens, build, config, pair, relative, same, step, use_cpus
+from torchtune_adaptive.engine.ranks import from_all_ranks
 from torchtune_adaptive.errors import ConfigError, LimitExhaustedError
 from torchtune_adaptive.titan import AdaptiveTrainer, adaptive
 
@@ -41,13 +43,7 @@ def test_a_step_equals_torchtitans_and_recovers_from_errors(name: str) -> None:
         assert of_rank.difference < 1e-6
 
 
-def on_cpus(function: Any, *args: Any) -> Any:
-    use_cpus()
-    return function(*args)
-
-
-def on_ranks(ranks: int, function: Any, *args: Any) -> list[Any]:
-    return run_on_ranks(ranks, on_cpus, function, *args, timeout_s=120)
+on_cpus = partial(on_ranks, timeout_s=120, setup=use_cpus)
 
 
 def fail(trainer: Any, rank: int = 0, operation: int = 300, times: int = 1) -> FaultInjector:
@@ -59,23 +55,17 @@ def fail(trainer: Any, rank: int = 0, operation: int = 300, times: int = 1) -> F
 @pytest.mark.parametrize(
     "operation", [20, 300, 600]
 )  # in the layers, in the chunked loss, in the backward of the layers
+@on_cpus(2)
 def test_an_error_before_any_complete_microbatch_is_recovered(operation: int) -> None:
-    assert all(on_ranks(2, _first_step, operation))
-
-
-def _first_step(operation: int) -> bool:
     stock, ours = pair()
     with fail(ours, rank=1, operation=operation):
         gradients = step(ours)
     assert ours.runner.recoveries == 1
-    return relative(gradients, step(stock)) < 1e-6
+    assert relative(gradients, step(stock)) < 1e-6
 
 
+@on_cpus(2)
 def test_after_an_error_training_continues_bitwise_as_torchtitan_with_smaller_batches() -> None:
-    assert all(on_ranks(2, _smaller))
-
-
-def _smaller() -> bool:
     ours, stock = build(adaptive(config(rows=4))), build(config(rows=2, batches=2))
     rows = RandomTokens(None, dp_rank=dist.get_rank(), seq_len=TOKENS, local_batch_size=4)
     halves = (
@@ -85,17 +75,14 @@ def _smaller() -> bool:
     )
     stock.dataloader = halves
     with fail(ours):
-        equal = [same(step(ours), step(stock)) for _ in range(3)]
+        assert all(same(step(ours), step(stock)) for _ in range(3))
     assert ours.runner.limit.size == 2
     assert ours.ntokens_seen == stock.ntokens_seen
-    return all(equal) and same(weights(ours), weights(stock))
+    assert same(weights(ours), weights(stock))
 
 
+@on_cpus(2)
 def test_repeated_steps_count_each_token_of_experts_once() -> None:
-    assert all(on_ranks(2, _counters))
-
-
-def _counters() -> bool:
     counted = []
     for trainer in pair("deepseek"):
         step(trainer, 0, update=False)
@@ -106,7 +93,8 @@ def _counters() -> bool:
             step(trainer, 0, update=False)
         counted.append(counters)
     assert trainer.runner.recoveries == 1
-    return bool(counted[0][0].sum()) and same(*counted)
+    assert counted[0][0].sum()
+    assert same(*counted)
 
 
 def train(folder: str, steps: int, *flags: str, stock: bool = False, fails_in: int = 0) -> Any:
@@ -134,30 +122,30 @@ def weights(trainer: Any) -> list[Tensor]:
 
 
 def test_checkpoints_contain_the_limit_for_any_number_of_ranks(tmp_path: Path) -> None:
-    assert on_ranks(2, _train_once, str(tmp_path), 3) == [(2, 1)] * 2
-    assert on_ranks(1, _train_once, str(tmp_path), 0, "--training.global_batch_size", "4") == [(2, 1)]
+    assert run_on_ranks(2, _train_once, str(tmp_path), 3, timeout_s=120) == [(2, 1)] * 2
+    fewer = "--training.global_batch_size", "4"
+    assert run_on_ranks(1, _train_once, str(tmp_path), 0, *fewer, timeout_s=120) == [(2, 1)]
 
 
 def _train_once(folder: str, fails_in: int, *flags: str) -> tuple[int, int]:
+    use_cpus()
     trainer = train(folder, 4 if fails_in else 5, *flags, fails_in=fails_in)
     return trainer.runner.limit.size, trainer.runner.recoveries
 
 
+@on_cpus(2)
 def test_checkpoints_of_torchtitan_can_be_continued_and_the_other_way_round(tmp_path: Path) -> None:
-    assert all(on_ranks(2, _continue, str(tmp_path)))
-
-
-def _continue(folder: str) -> bool:
     ended = []
     for name, alternates in (("stock", False), ("both", True)):
         for number in range(3):
-            last = train(f"{folder}/{name}", number + 2, stock=not alternates or number != 1)
+            last = train(f"{tmp_path}/{name}", number + 2, stock=not alternates or number != 1)
         ended.append(weights(last))
-    return last.step == 4 and same(*ended)
+    assert last.step == 4
+    assert same(*ended)
 
 
 def test_metrics_and_log_contain_recoveries_and_the_limit(tmp_path: Path) -> None:
-    [lines, _] = on_ranks(2, _log, str(tmp_path))
+    [lines, _] = run_on_ranks(2, _log, str(tmp_path), timeout_s=120)
     assert [line for line in lines if "out of memory" in line] == [
         "step 2: out of memory on rank 0 (longest sample 32 tokens): microbatch 4 -> 2 rows, step repeated"
     ]
@@ -168,6 +156,7 @@ def test_metrics_and_log_contain_recoveries_and_the_limit(tmp_path: Path) -> Non
 
 
 def _log(folder: str) -> list[str]:
+    use_cpus()
     lines = logs()
     train(folder, 3, fails_in=2)
     return lines
@@ -184,11 +173,8 @@ def logs() -> list[str]:
     return lines
 
 
+@on_cpus(2)
 def test_validation_after_an_error_equals_torchtitans() -> None:
-    assert all(on_ranks(2, _validation))
-
-
-def _validation() -> bool:
     losses: list[list[float]] = []
     for trainer in pair(rows=4, validator=Validator.Config(enable=True, steps=2, dataloader=RandomTokens.Config())):
         found: list[float] = []
@@ -198,7 +184,8 @@ def _validation() -> bool:
                 step(trainer)
             trainer.validator.validate(trainer.model_parts, trainer.step)
         losses.append(found)
-    return losses[0] == pytest.approx(losses[1], rel=1e-6) and losses[0][0] == losses[1][0]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+    assert losses[0][0] == losses[1][0]
 
 
 PIPELINE = {"parallelism__pipeline_parallel_degree": 2, "parallelism__pipeline_parallel_schedule": "1F1B"}
@@ -211,17 +198,10 @@ PIPELINE = {"parallelism__pipeline_parallel_degree": 2, "parallelism__pipeline_p
         ({"batches": 2}, "pixels", "the batches cannot be divided by rows, because of pixels"),
     ],
 )
+@on_cpus(2)
 def test_steps_that_cannot_be_split_run_without_recovery_and_the_log_says_why(
     settings: dict[str, Any], other_input: str, reason: str
 ) -> None:
-    [(equal, lines), (others_equal, _)] = on_ranks(2, _refusal, settings, other_input)
-    assert equal
-    assert others_equal
-    assert "without recovery" in lines[0]
-    assert reason in lines[0]
-
-
-def _refusal(settings: dict[str, Any], other_input: str) -> tuple[bool, list[str]]:
     lines = logs()
     stock, ours = pair(**settings)
     for trainer in (stock, ours) if other_input else ():
@@ -230,18 +210,15 @@ def _refusal(settings: dict[str, Any], other_input: str) -> tuple[bool, list[str
             {name: each for name, each in inputs.items() if name != other_input}, labels
         )
         trainer.dataloader.other_input = other_input
-    equal = [same(step(ours), step(stock)) for _ in range(2)]
+    assert all(same(step(ours), step(stock)) for _ in range(2))
     assert ours.runner is None
-    return all(equal), lines
+    if dist.get_rank() == 0:
+        assert "without recovery" in lines[0]
+        assert reason in lines[0]
 
 
+@on_cpus(2)
 def test_search_finds_the_rows_that_fit_on_the_rank_with_the_least_memory() -> None:
-    results = on_ranks(2, _search)
-    assert results[0] == results[1]
-    assert results[0][0] in (2, 4, 8)
-
-
-def _search() -> tuple[int, bool]:
     lines = logs()
     limit = ("48MiB", "32MiB")[dist.get_rank()]
     arguments = {"use_maximum_batch_size": True, "memory_limit": limit}
@@ -252,26 +229,20 @@ def _search() -> tuple[int, bool]:
     assert relative(gradients, expected) < 1e-6
     assert ours.runner.recoveries == 0
     assert sum("batch search" in line for line in lines) == (dist.get_rank() == 0)
-    return ours.runner.limit.size, True
+    first, second = from_all_ranks(ours.runner.limit.size)
+    assert first == second
+    assert first in (2, 4, 8)
 
 
+@on_cpus(1)
 def test_errors_name_flags_of_torchtitan() -> None:
-    [messages] = on_ranks(1, _errors)
-    assert "lower --training.seq_len" in messages[0]
-    assert "--adaptive.memory_limit, for example 8GiB" in messages[1]
-
-
-def _errors() -> list[str]:
-    messages = []
     ours = build(adaptive(config(rows=1, training__disable_cuda_graphs=False)))
     assert ours.config.training.disable_cuda_graphs
-    with pytest.raises(LimitExhaustedError) as exhausted, fail(ours, times=5):
+    with pytest.raises(LimitExhaustedError, match=r"lower --training\.seq_len"), fail(ours, times=5):
         step(ours)
-    messages.append(str(exhausted.value))
     ours = build(adaptive(config(), use_maximum_batch_size=True))
-    with pytest.raises(ConfigError) as without_limit:
+    with pytest.raises(ConfigError, match=r"--adaptive\.memory_limit, for example 8GiB"):
         step(ours)
-    return [*messages, str(without_limit.value)]
 
 
 def test_command_line_takes_any_config_of_torchtitan_and_arguments_as_flags(capsys: pytest.CaptureFixture[str]) -> None:
