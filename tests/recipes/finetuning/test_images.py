@@ -16,8 +16,7 @@ from tests.ranks import run_on_ranks, use_next_port
 from tests.recipes import stock_configs
 from tests.recipes.recorders import assert_same_figures, read_log
 from tests.recipes.running import RELATIVE, SGD, run_ours, run_stock
-from tests.recipes.shrunk_models import write_checkpoint
-from tests.recipes.stock_configs import RandomTiles, import_model, offline, on_cpu
+from tests.recipes.stock_configs import RandomTiles, import_model, offline, on_cpu, write_checkpoint
 
 ROWS, ROWS_PER_STEP, STEPS = 4, 8, 3
 RUNS: dict[str, tuple[str, ...]] = {

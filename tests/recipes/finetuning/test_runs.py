@@ -265,11 +265,12 @@ def test_packed_dataset_has_row_microbatches_without_padding(runs: Runs) -> None
 
 
 @pytest.mark.parametrize(("group", "name"), [("hollow steps", name) for name in ("masked", "in backward", "empty")])
-def test_step_without_labels_has_a_loss_of_zero(runs: Runs, group: str, name: str) -> None:
+def test_step_without_labels_has_a_loss_of_zero_and_a_warning(runs: Runs, group: str, name: str) -> None:
     losses = [step["loss"] for step in runs(group, name).log]
     assert [step for step, loss in enumerate(losses) if loss == 0.0] == [0, 3]
     assert all(1 < loss < 10 for step, loss in enumerate(losses) if step % 3)
     assert len(losses) == 6
+    assert sum("no token counts in the loss" in line for line in runs(group, name).lines()) == 2
 
 
 def test_custom_recipe_learns_from_a_teacher_and_limits_survive_a_stop(runs: Runs) -> None:

@@ -11,8 +11,16 @@ from torch import nn
 from torchtune import config
 from torchtune.modules.peft import get_adapter_state_dict
 
-from tests.recipes.shrunk_models import file_names, shrunk_models
-from tests.recipes.stock_configs import RECIPES, StockConfig, import_model, steps_of, stock_configs, train
+from tests.recipes.stock_configs import (
+    RECIPES,
+    StockConfig,
+    file_names,
+    import_model,
+    shrunk_models,
+    steps_of,
+    stock_configs,
+    train,
+)
 from torchtune_adaptive.config.checks import check_keys
 
 ALL = stock_configs()

@@ -7,11 +7,11 @@ import torchtune
 from omegaconf import DictConfig, OmegaConf
 from torch import Tensor
 
-from tests.ranks import run_on_ranks
+from tests.ranks import on_ranks
 from tests.recipes.finetuning.test_stock_configs import read_weights
 from tests.recipes.ppo.rollouts import ppo_config
 from tests.recipes.running import load_ours, train_until
-from tests.recipes.shrunk_models import SMALL, file_names, shrunk_models, write_checkpoint
+from tests.recipes.stock_configs import SMALL, file_names, shrunk_models, write_checkpoint
 from torchtune_adaptive.demo.tokenizer import VOCAB_SIZE
 from torchtune_adaptive.rl.stages import TRAIN_POLICY
 
@@ -55,18 +55,14 @@ def train(folder: Path, stop_at: int | None = None) -> dict[str, dict[str, Tenso
     return {name: dict(model.state_dict()) for name, model in models.items()}  # in one process, weights are not sharded
 
 
-def train_whole_and_in_two_starts(folder: Path) -> None:
+@on_ranks(1, timeout_s=150, in_group=False)
+def test_torchtunes_checkpointers_load_both_models_and_a_run_resumes_from_them(tmp_path: Path) -> None:
     torch.manual_seed(0)
     for model in OF_MODELS:
-        write_checkpoint(of_model(mistral_config(folder / "whole"), model))
-    torch.save(train(folder / "whole"), folder / "trained.pt")
-    train(folder / "stopped", stop_at=3)
-    train(folder / "stopped")
-
-
-def test_torchtunes_checkpointers_load_both_models_and_a_run_resumes_from_them(tmp_path: Path) -> None:
-    run_on_ranks(1, train_whole_and_in_two_starts, tmp_path, timeout_s=150, in_group=False)
-    trained = torch.load(tmp_path / "trained.pt", weights_only=True)
+        write_checkpoint(of_model(mistral_config(tmp_path / "whole"), model))
+    trained = train(tmp_path / "whole")
+    train(tmp_path / "stopped", stop_at=3)
+    train(tmp_path / "stopped")
     for model in OF_MODELS:
         cfg = of_model(mistral_config(tmp_path / "whole"), model)
         begun = read_weights(cfg, tmp_path / model, file_names(cfg))

@@ -1,6 +1,5 @@
 """Messages about failed checkpoints tell users how to react."""
 
-import errno
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -8,30 +7,10 @@ from unittest import mock
 import pytest
 import torch
 
-from tests.unit.checkpoints.checkpoint_files import manifest
-from torchtune_adaptive.atomic_files import sync
 from torchtune_adaptive.checkpoints import manager
 from torchtune_adaptive.checkpoints.manager import describe_failure
-from torchtune_adaptive.checkpoints.store import MANIFEST_FILE, write_manifest
 from torchtune_adaptive.config.keys import REMEDIES
 from torchtune_adaptive.errors import CheckpointError
-
-
-def test_operating_systems_reason_is_shown_with_its_file(tmp_path: Path) -> None:
-    full = OSError(errno.ENOSPC, "No space left on device")
-    assert describe_failure(full, tmp_path).startswith("OSError: [Errno 28] No space left on device (")
-    failed = OSError(errno.EIO, "Input/output error")
-    with mock.patch("os.fsync", side_effect=failed), pytest.raises(OSError, match="Input/output") as of_sync:
-        sync(tmp_path)
-    assert describe_failure(of_sync.value, tmp_path).startswith(
-        f"OSError: [Errno 5] Input/output error: '{tmp_path}' ("
-    )
-    (place := tmp_path / MANIFEST_FILE).symlink_to("/dev/full")
-    with pytest.raises(OSError, match="No space") as of_manifest:
-        write_manifest(tmp_path, manifest())
-    assert describe_failure(of_manifest.value, tmp_path).startswith(
-        f"OSError: [Errno 28] No space left on device: '{place}' ("
-    )
 
 
 def test_oom_in_the_first_save_advises_to_start_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

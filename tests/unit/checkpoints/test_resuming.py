@@ -199,27 +199,6 @@ def test_values_of_the_config_that_json_changes_are_the_same_run(tmp_path: Path)
     assert decide(read_full_settings(cfg), "full", 1).files
 
 
-def test_interrupted_clean_up_of_a_finished_run_is_completed_by_the_next(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for step in (2, 4, 6):
-        saved(tmp_path, f"step_{step}", serial=step)
-    saved(tmp_path, "epoch_2", serial=8, epochs=3, finished=True)
-    (tmp_path / store.REMOVING).mkdir()
-    (tmp_path / "adaptive_report.png.0123abcd.adaptive.tmp").touch()
-
-    def killed(*_: Any) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(store, "remove", killed)
-    with pytest.raises(KeyboardInterrupt):
-        start(tmp_path, "keep_last_n_checkpoints=1")
-    monkeypatch.undo()
-    with pytest.raises(RunFinished):
-        start(tmp_path, "keep_last_n_checkpoints=1")
-    assert [path.name for path in tmp_path.iterdir()] == ["epoch_2"]
-
-
 def test_pruning_interrupted_by_a_kill_is_completed_at_the_next_start(tmp_path: Path) -> None:
     """The checkpoint to resume from stays, even if newer ones are unusable."""
     for step in (2, 4, 6):

@@ -1,4 +1,4 @@
-"""Samples with images: how tiles are padded."""
+"""Samples with images: tokens attend to their own images, and a search with images is refused."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.recipes.shrunk_models import IMAGE_SIZE
-from torchtune_adaptive.data.loading import collate_images, tiles_of, with_equal_tiles
+from tests.recipes.stock_configs import IMAGE_SIZE
+from torchtune_adaptive.data.loading import collate_images, with_equal_tiles
 from torchtune_adaptive.data.samples import Sample
 from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.loop.batch_size import worst_sample
@@ -33,12 +33,6 @@ def sample_of(length: int, *tiles: int) -> Sample:
 
 
 SAMPLES = [sample_of(9, 1), sample_of(5, 3), sample_of(12, 2, 1), sample_of(7, 1)]
-
-
-def test_images_are_padded_to_the_most_tiles_of_their_batch() -> None:
-    assert [tiles_of(each) for each in with_equal_tiles(SAMPLES, 4)] == [[3], [3], [3, 3], [3]]
-    assert [tiles_of(each) for each in with_equal_tiles(SAMPLES, 1)] == [[1], [3], [2, 2], [1]]
-    assert with_equal_tiles([{"tokens": [1]}], 2) == [{"tokens": [1]}]
 
 
 def test_tokens_attend_to_their_own_images() -> None:

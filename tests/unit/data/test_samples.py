@@ -15,10 +15,8 @@ from tests.unit.data.minimal_config import NEEDED
 from tests.unit.data.models import build
 from torchtune_adaptive.config.keys import AdaptiveConfig, Settings
 from torchtune_adaptive.data.loading import CheckedDataset
-from torchtune_adaptive.data.samples import FILLER, INDEX, PAIR, TEXT, TokenKind, cost_of
-from torchtune_adaptive.engine.limits import TokenLimit
-from torchtune_adaptive.engine.plans import Load, load_of, plan_step
-from torchtune_adaptive.errors import OneRowDoesNotFitError, Remedy, SampleError, SampleTooLargeError
+from torchtune_adaptive.data.samples import FILLER, INDEX, PAIR, TEXT, cost_of
+from torchtune_adaptive.errors import SampleError, SampleTooLargeError
 from torchtune_adaptive.loop import batch_size
 from torchtune_adaptive.loop.batch_size import check_lengths, worst_sample
 
@@ -34,31 +32,6 @@ def pair(chosen: int, rejected: int) -> dict[str, Any]:
     }
 
 
-def test_length_of_a_pair_is_that_of_its_longer_answer_or_of_both_without_padding() -> None:
-    assert PAIR.length_of(pair(3, 7)) == 7
-    assert JOINED.length_of(pair(3, 7)) == 10
-    assert PAIR.lengths_of(pair(3, 7)) == (3, 7)
-    assert (PAIR.length_at(5), JOINED.length_at(5), TEXT.length_at(5)) == (5, 10, 5)
-
-
-@pytest.mark.parametrize("kind", [TEXT, PAIR, JOINED])
-def test_worst_sample_has_the_requested_length_and_only_targets(kind: TokenKind) -> None:
-    worst, half = kind.uniform(3, 12), kind.uniform(3, 6)
-    assert kind.length_of(worst) == 12
-    keys = [key for fields in kind.sequences for key in fields[:2]]
-    assert all(set(worst[key]) == {3} and kind.cut(worst, 6)[key] == half[key] for key in keys)
-
-
-def test_filler_pair_has_no_labels_and_is_marked_as_filler() -> None:
-    sample = pair(5, 6)
-    filler = PAIR.filler(sample)
-    assert filler[FILLER]
-    assert filler["chosen_labels"] == filler["rejected_labels"] == [-100, -100]
-    assert sample == pair(5, 6)
-    sample = {INDEX: 7, "tokens": [1, 2, 3], "labels": [1, 2, 3]}
-    assert TEXT.filler(sample) == {INDEX: 7, FILLER: True, "tokens": [1, 2], "labels": [-100, -100]}
-
-
 def test_collate_functions_do_not_see_internal_fields() -> None:
     sample = {INDEX: 7, "tokens": [1, 2, 3], "labels": [1, 2, 3], "encoder_input": {}}
     (row,) = TEXT.rows_of([TEXT.filler(sample)])
@@ -69,26 +42,6 @@ def test_collate_functions_do_not_see_internal_fields() -> None:
 def test_answer_without_tokens_becomes_one_without_labels() -> None:
     empty = {**pair(3, 3), "rejected_input_ids": [], "rejected_labels": []}
     assert PAIR.rows_of([empty])[1] == {"tokens": [0], "labels": [-100]}
-
-
-def test_token_budget_counts_both_rows_of_a_pair() -> None:
-    limit = TokenLimit(100, rows_per_sample=2)
-    assert limit.rows_at(10) == 5
-    assert limit.fits(5, 10)
-    assert not limit.fits(6, 10)
-    assert limit.fits(7, 10, tokens=100)
-    assert limit.format_need(5, 10) == "100"
-    assert limit.after_oom(5, 10) == TokenLimit(64, rows_per_sample=2)
-    lengths = [10, 9, 8, 4, 4, 3]
-    assert all(2 * len(rows) * max(lengths[i] for i in rows) <= 100 for rows in plan_step(lengths, limit))
-
-
-def test_load_of_pairs_counts_rows_and_separate_costs() -> None:
-    rows, squares = [(3, 7), (6, 2)], lambda length: length**2
-    assert load_of(((0, 1),), [7, 6], row_lengths=rows) == Load(18, 28, 2, 28, cost=28)
-    assert load_of(((0, 1),), [7, 6], row_lengths=rows, cost=squares).cost == 4 * 49
-    assert load_of(((0, 1),), [10, 8], row_lengths=rows, padded=False) == Load(18, 18, 2, 18, cost=18)
-    assert load_of(((0, 1),), [10, 8], row_lengths=rows, cost=squares, padded=False).cost == 9 + 49 + 36 + 4
 
 
 def test_attention_makes_long_samples_cost_more_than_their_tokens() -> None:
@@ -126,19 +79,6 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def settings(changed: dict[str, Any] | None = None, **adaptive: Any) -> Settings:
     return Settings(**{**NEEDED, **(changed or {}), "adaptive": AdaptiveConfig(**adaptive)})
-
-
-def test_row_that_does_not_fit_is_reported_with_its_stage() -> None:
-    step, loop = mock.Mock(length=4096, sample={}), mock.Mock()
-    step.runner.stage, loop.data.kind, loop.run.settings = "policy", JOINED, settings()
-    fails = OneRowDoesNotFitError("one row of 256 tokens needs 2", Remedy.MORE_RANKS)
-    with (
-        mock.patch.object(batch_size, "find_max_batch_size", side_effect=fails),
-        pytest.raises(OneRowDoesNotFitError) as error,
-    ):
-        batch_size.search_rows(loop, step, mock.MagicMock(), most_rows=64)
-    assert error.value.fact == "one row of 256 tokens needs 2 (policy; in both answers together)"
-    assert error.value.remedies == (Remedy.MORE_RANKS,)
 
 
 @pytest.mark.parametrize(("most", "measured"), [(None, 4096), (8192, 8192)])

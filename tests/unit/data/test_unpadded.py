@@ -78,17 +78,6 @@ def test_logits_are_computed_for_targets_only(chunks: int) -> None:
     assert furthest(gradients, expected) < TOLERANCE
 
 
-def test_without_labels_gradients_are_zero_but_present() -> None:
-    """FSDP waits for a gradient of every parameter on every rank."""
-    model = build()
-    with counting_scored(model) as seen:
-        totals, gradients = totals_and_gradients(model, unpadded, with_prompts(LENGTHS))
-    assert seen == [1]
-    assert (totals.target_tokens, totals.loss_sum.item()) == (0, 0.0)
-    assert gradients.keys() == dict(model.named_parameters()).keys()
-    assert not any(gradient.any() for gradient in gradients.values())
-
-
 @pytest.fixture
 def eager_backend(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Disable code generation, which takes minutes and changes neither graphs nor breaks."""

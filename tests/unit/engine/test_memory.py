@@ -61,13 +61,6 @@ def test_growing_storage_is_counted_and_can_be_refused_while_the_meter_is_active
     assert here.size() == 6 * MIB
 
 
-def test_existing_tensors_are_counted_on_request():
-    parameter = nn.Parameter(torch.ones(MIB // 4))
-    meter = MemoryMeter()
-    meter.count([parameter, parameter.detach()])
-    assert meter.live_bytes == MIB
-
-
 def test_meter_cannot_be_entered_twice_at_a_time():
     resize = torch.UntypedStorage.resize_
     with MemoryMeter() as meter, pytest.raises(RuntimeError, match="already open"), meter:

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from tests.ranks import run_on_ranks
+from tests.ranks import on_ranks
 from tests.recipes.allocation_profile import profiled
 from torchtune_adaptive.engine.consistency import checksum
 from torchtune_adaptive.engine.plans import load_of
@@ -99,19 +99,6 @@ def test_checksum_does_not_copy_the_weights() -> None:
     assert profiled(lambda: checksum([weights])).peak_bytes < 10 * 2**20
 
 
-def assert_same_as_torchs_full_tensor(mesh_shape: tuple[int, ...], placements: list[Any]) -> None:
-    """Collective: compare tensors whose shards are uneven or empty."""
-    mesh = init_device_mesh("cpu", mesh_shape)
-    for shape, dtype in itertools.product([(7, 5), (1, 9), (8, 2)], [torch.float32, torch.bfloat16, torch.int64]):
-        whole = torch.arange(math.prod(shape)).view(shape).to(dtype)
-        sharded = DTensor.from_local(whole, mesh, [Replicate()] * mesh.ndim).redistribute(mesh, placements)
-        torchs = sharded.full_tensor()
-        ours = full_tensor(sharded)
-        assert ours.dtype == torchs.dtype
-        assert torch.equal(ours, torchs)
-        assert torch.equal(ours, whole)
-
-
 @pytest.mark.parametrize(
     ("mesh_shape", "placements"),
     [
@@ -126,5 +113,15 @@ def assert_same_as_torchs_full_tensor(mesh_shape: tuple[int, ...], placements: l
     ],
     ids=str,
 )
+@on_ranks(lambda mesh_shape, **_: math.prod(mesh_shape))
 def test_full_tensor_is_torchs(mesh_shape: tuple[int, ...], placements: list[Any]) -> None:
-    run_on_ranks(math.prod(mesh_shape), assert_same_as_torchs_full_tensor, mesh_shape, placements)
+    """Shards are uneven or empty."""
+    mesh = init_device_mesh("cpu", mesh_shape)
+    for shape, dtype in itertools.product([(7, 5), (1, 9), (8, 2)], [torch.float32, torch.bfloat16, torch.int64]):
+        whole = torch.arange(math.prod(shape)).view(shape).to(dtype)
+        sharded = DTensor.from_local(whole, mesh, [Replicate()] * mesh.ndim).redistribute(mesh, placements)
+        torchs = sharded.full_tensor()
+        ours = full_tensor(sharded)
+        assert ours.dtype == torchs.dtype
+        assert torch.equal(ours, torchs)
+        assert torch.equal(ours, whole)

@@ -15,11 +15,8 @@ from torchtune_adaptive.engine.limits import MAX_ROWS, Surface, candidate_rows
 from torchtune_adaptive.engine.search import (
     STRATEGIES,
     Budget,
-    History,
     Peak,
-    Probe,
     SearchResult,
-    fit_line,
     fit_lines,
     one_row_error,
     search,
@@ -283,31 +280,7 @@ def test_fully_measured_failure_guides_the_next_probe() -> None:
     assert device.measured[:4] == [1, 2, 8, 5]
 
 
-def test_fitting_rows_above_a_failed_size_are_not_trusted() -> None:
-    probes = [Probe(rows=rows, peak=Peak({"step": rows}, fits=rows != 4)) for rows in (1, 8, 4)]
-    history = History(10, range(1, 11), 10, probes=tuple(probes))
-    assert (history.accepted_rows, history.too_many) == (1, 4)
-
-
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_one_row_is_the_result_if_two_do_not_fit_even_with_retries(strategy: str) -> None:
     device = Device(affine((0, 1000)), 1999 * MIB, retries_above=0)
     assert device.search(strategy=strategy, max_rows=4).rows == 1
-
-
-@pytest.mark.parametrize(
-    ("points", "line"),
-    [
-        ({1: 7, 2: 9}, Surface(5, 2)),
-        ({1: 1, 2: 9, 12: 29}, Surface(5, 2)),  # one row left out
-        ({2: 9, 4: 13, 6: 21}, Surface(0, 3.5)),  # bends upwards: the steeper chord, without a negative fixed part
-        ({2: 9, 4: 11, 6: 15}, Surface(3, 2)),
-        ({2: 9, 4: 15, 6: 17}, Surface(5, 2)),
-        ({1: 1, 2: 9}, Surface(0, 4.5)),  # no negative fixed part
-        ({1: 9, 2: 8}, Surface(8, 0)),  # shrinking is noise
-    ],
-)
-def test_line_goes_through_the_largest_measurement_with_the_steepest_slope(
-    points: dict[int, int], line: Surface
-) -> None:
-    assert fit_line(points) == line

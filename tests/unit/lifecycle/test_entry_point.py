@@ -10,8 +10,6 @@ import torch
 
 from torchtune_adaptive.config.keys import REMEDIES
 from torchtune_adaptive.errors import (
-    AdaptiveError,
-    CheckpointError,
     CollectiveFailedError,
     LimitExhaustedError,
     RecoveryUnsupportedError,
@@ -90,19 +88,6 @@ def test_only_an_unrecoverable_run_is_recorded_as_broken(
     run = run_state.read_record(tmp_path)
     assert run is not None
     assert run.ended == ended
-
-
-@pytest.mark.parametrize(
-    ("error", "begins"),
-    [(CheckpointError("not saved"), "error: not saved"), (UnrecoverableError("too much"), "error (rank 1): too much")],
-)
-def test_report_names_its_rank_unless_the_error_is_that_of_all_ranks(
-    error: AdaptiveError, begins: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("RANK", "1")
-    monkeypatch.setattr(entry_point.dist, "is_initialized", lambda: True)
-    entry_point.report_error(error, error.in_words(REMEDIES))
-    assert capsys.readouterr().err.strip() == begins
 
 
 @pytest.mark.parametrize(("status", "ended"), [(None, 1), (0, 1), (3, 3)])

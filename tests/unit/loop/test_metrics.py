@@ -1,4 +1,4 @@
-"""The record of a run in the recipes, and messages about losses that are nan."""
+"""The record of a run in the recipes, and messages about validation losses that are nan."""
 
 import math
 from pathlib import Path
@@ -10,7 +10,6 @@ from omegaconf import OmegaConf
 
 from tests.timeline import read_timeline
 from tests.unit.data.minimal_config import NEEDED
-from torchtune_adaptive.checkpoints.progress import EpochSizes
 from torchtune_adaptive.config.keys import Settings
 from torchtune_adaptive.engine.limits import RowLimit
 from torchtune_adaptive.loop import metrics
@@ -38,26 +37,6 @@ def ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Metrics:
     monkeypatch.setattr(metrics.components, "build", lambda *_: mock.Mock())
     settings = Settings(**{**NEEDED, "output_dir": str(tmp_path)}, config=OmegaConf.create({}))
     return Metrics(settings, torch.device("cpu"), Journal(tmp_path))
-
-
-def test_progress_has_speed_padding_and_memory(ours: Metrics, monkeypatch: pytest.MonkeyPatch) -> None:
-    shown, bar = list[str](), mock.MagicMock()
-    bar.__enter__.return_value.set_postfix_str = lambda text, refresh: shown.append(text)
-    monkeypatch.setattr(metrics, "progress_bar", lambda *_, **__: bar)
-    figures = {"skipped_updates": 0, "padding_fraction": 0.123}
-    run = {"target_tokens_per_second": 1234.5, "peak_bytes": 2**30, "budget_bytes": 2**31}
-    for step in ours.epoch(EpochSizes(0, 2, 1, 2, 2, 4), [1]):
-        ours.log(step, f"loss {step}", figures, run)
-    assert shown == ["loss 1, 1,234 tokens/s, 12 % padding, 1.0 GiB of 2.0 GiB"]
-
-
-def test_step_without_target_tokens_is_a_warning(ours: Metrics, caplog: pytest.LogCaptureFixture) -> None:
-    load = mock.Mock(tokens=4, padded_tokens=4)
-    result = mock.Mock(loss_sum=torch.zeros(()), target_tokens=0, memory=None, load=load)
-    with mock.patch.object(metrics.dist, "get_world_size", return_value=1):
-        ours._step_began, ours._samples_per_step, ours._bar = 0.0, 4, mock.Mock()
-        ours.log_step(3, result, 0.0, None, {})
-    assert "step 3: no token counts in the loss" in caplog.text
 
 
 def test_validation_loss_that_is_not_finite_is_a_warning(ours: Metrics, caplog: pytest.LogCaptureFixture) -> None:

@@ -1,6 +1,5 @@
 """Batch sizes over a run: how rows become steps, how they grow, and the log at the start."""
 
-import logging
 import math
 from dataclasses import replace
 from typing import Any
@@ -18,7 +17,6 @@ from torchtune_adaptive.loop.schedule import (
     Increase,
     build_increase_function,
     double_every,
-    log_schedule,
     schedule_table,
     size_epochs,
     size_run,
@@ -182,20 +180,3 @@ def test_schedule_merges_equal_epochs_and_shows_refused_sizes() -> None:
         "  5       8            8 × 2                 128              62"
     )
     assert all("by tokens" in line for line in schedule_table(plans, 2, by_tokens=True).splitlines()[2:])
-
-
-@pytest.mark.parametrize(("ranks", "before", "line"), [(1, 2, "1 rank (before: 2)"), (2, 1, "2 ranks (before: 1)")])
-def test_changed_number_of_ranks_is_logged(
-    ranks: int, before: int, line: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Before the second epoch of a run with one row and two microbatches."""
-    monkeypatch.setattr("torch.distributed.get_rank", int)
-    caplog.set_level(logging.INFO, logger="torchtune_adaptive")
-    first, second = plans_of(None, 2, 1, 2, samples=6)
-    first = replace(first, samples_per_step=4)  # on other ranks, which is no growing schedule
-    log_schedule(
-        [first, second], settings_of(1, 2), progress_of(epochs_run=1, past=(first,), ranks=before), ranks, None
-    )
-    assert caplog.messages[0] == f"resumed on {line}: {2 * ranks} samples a step (before: {4 * before})"
-    now = line.partition(" (")[0]
-    assert f"1 row × 2 microbatches × {now} = {2 * ranks} samples a step (as configured)" in caplog.text

@@ -1,4 +1,4 @@
-"""Random numbers of answers, rollouts cut to measured lengths, fillers, and log-probabilities of answers."""
+"""Choices of tokens, truncated prompts, and log-probabilities of answers."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -13,23 +13,9 @@ from torchtune_adaptive.config.keys import Settings
 from torchtune_adaptive.rl.generation import choose, draws
 from torchtune_adaptive.rl.rollouts import (
     Rollout,
-    answer_tokens,
     build_prompts,
-    counts_of,
-    sequences_of,
-    worst_rollout,
 )
 from torchtune_adaptive.rl.stages import AnswerScorer
-
-SAMPLES = [(0, "generate", sample) for sample in range(8)]
-
-
-def test_random_numbers_depend_only_on_the_key_and_are_prefixes() -> None:
-    together = draws(SAMPLES[::-1], 100)
-    for sample, drawn in zip(SAMPLES[::-1], together, strict=True):
-        assert torch.equal(draws([sample], 5)[0], drawn[:5])
-    assert len(together.unique(dim=0)) == len(SAMPLES)
-    assert (draws([], 4).shape, draws(SAMPLES, 0).shape) == ((0, 4), (8, 0))
 
 
 def test_choices_follow_their_probabilities() -> None:
@@ -43,31 +29,6 @@ def test_zero_probability_is_never_chosen(drawn: float) -> None:
     """Not even at either end of the range, or if the number was rounded up."""
     weights = torch.tensor([[0.0, 1e-30, 0.0, 0.3, 0.0]])
     assert weights[0, choose(weights, torch.tensor([drawn], dtype=torch.float64))] > 0
-
-
-PROMPT, NEW = 16, 12
-WORST = worst_rollout(torch.arange(PROMPT), NEW)
-
-
-def test_rollout_is_cut_to_the_measured_length_with_the_longest_answer() -> None:
-    for length in range(2, PROMPT + NEW + 1):
-        cut = WORST.shortened(length)
-        assert cut.whole_length == length
-        assert cut.length == min(NEW, length - 1)
-        assert counts_of([cut]).sum() == cut.length
-        assert sequences_of([cut], "cpu").tokens.shape == (1, length)
-    for length in range(NEW + 1, PROMPT + NEW + 1):
-        generates = WORST.with_shorter_prompt(length)
-        assert (generates.padded_length, len(generates.answer)) == (length, NEW)
-    assert (WORST.whole_length, WORST.padded_length) == (PROMPT + NEW, PROMPT + NEW)
-    assert counts_of([WORST]).all()
-
-
-def test_filler_tokens_do_not_count() -> None:
-    filler = WORST.filler()
-    filler.length = 7  # as after generation
-    assert not counts_of([filler]).any()
-    assert answer_tokens([WORST, filler]) == NEW
 
 
 MESH: Any = {"dp": SimpleNamespace(size=lambda: 1, get_local_rank=lambda: 0)}
