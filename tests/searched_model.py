@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
@@ -35,8 +35,6 @@ class Shape:
     length: int = 16
     checkpointing: bool = False
     foreach: bool = True
-    offload: bool = False
-    """Offload parameters to the host, by FSDP."""
 
     @classmethod
     def drawn(cls, seed: int) -> "Shape":
@@ -91,9 +89,8 @@ def build(shape: Shape, seed: int = 0) -> nn.Module:
     torch.manual_seed(seed)
     model = Model(shape)
     if dist.is_initialized():
-        policy = CPUOffloadPolicy(pin_memory=False) if shape.offload else OffloadPolicy()
         for module in (*model.layers, model):
-            fully_shard(module, offload_policy=policy)
+            fully_shard(module)
         # Fill the model like torchtune: uneven shards move to padded storage when FSDP first runs.
         state = {name: value.clone() for name, value in model.state_dict().items()}
         model.load_state_dict(state, assign=True)

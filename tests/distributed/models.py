@@ -253,7 +253,7 @@ def runner_of(
 ) -> StepRunner[Tensor]:
     """Collective: return a runner for token sequences; an integer limit is a row limit."""
     limit = RowLimit(limit) if isinstance(limit, int) else limit
-    kind = SampleKind(length_of=len, filler=lambda sample: sample[:2])
+    kind = SampleKind(length_of=len, filler=lambda sample: sample[:1])  # the loss is that of the next token
     forward_backward = forward_backward or forward_backward_of(model)
     return StepRunner(model, forward_backward, limit=limit, kind=kind, recovery=recovery, stage=stage, **options)
 

@@ -105,11 +105,12 @@ def hearing_warnings() -> Iterator[list[str]]:
         captured += [line for line in lines if "recovery" in line]
 
 
-def refused(samples: int) -> dict[str, tuple[bool, list[str], bool]]:
-    """Return for each kind: whether recovery is on, the warnings, and whether the gradients are those of plain FSDP."""
+@pytest.mark.parametrize("samples", [1, SAMPLES], ids=["one microbatch a step", "two microbatches a step"])
+@on_ranks(2, timeout_s=100)
+def test_foreign_collective_disables_recovery_and_training_continues(samples: int) -> None:
     # The same ranks but a new communicator: its collectives cannot be confused with others.
-    group, found = dist.new_group(), {}
-    for kind, (foreign, _) in FOREIGN.items():
+    group = dist.new_group()
+    for kind, (foreign, name) in FOREIGN.items():
         runner = runner_with(partial(foreign, group))
         with hearing_warnings() as captured:
             for step in range(3):
@@ -118,21 +119,13 @@ def refused(samples: int) -> dict[str, tuple[bool, list[str], bool]]:
         runner.model.zero_grad(set_to_none=True)
         for start in range(0, samples, 2):
             forward_backward_of(runner.model)(samples_of(dist.get_rank(), samples)[start : start + 2])
-        found[kind] = (runner.recovers, captured, gradients_equal(got, gradients_of(runner.model)))
+        assert not runner.recovers, kind
+        assert gradients_equal(got, gradients_of(runner.model)), "those of plain FSDP"
+        assert len(captured) == (dist.get_rank() == 0), kind
+        for line in captured:
+            assert name in line, kind
+            assert "test_foreign_collectives.py:" in line or kind == "dtensor", kind
         runner.close()
-    return found
-
-
-@pytest.mark.parametrize("samples", [1, SAMPLES], ids=["one microbatch a step", "two microbatches a step"])
-def test_foreign_collective_disables_recovery_and_training_continues(samples: int):
-    first, second = run_on_ranks(2, refused, samples, timeout_s=100)
-    for kind, (_, name) in FOREIGN.items():
-        recovers, captured, exact = first[kind]
-        assert (recovers, exact) == (False, True), kind
-        assert len(captured) == 1, kind
-        assert name in captured[0], kind
-        assert "test_foreign_collectives.py:" in captured[0] or kind == "dtensor", kind
-        assert second[kind] == (False, [], True), kind
 
 
 def run_out_later(kind: str, step: int, operation: int, first_step: int) -> None:

@@ -18,11 +18,9 @@ from tests.distributed.faults.scenarios import SCENARIOS
 from tests.distributed.models import (
     ModelConfig,
     build,
-    forward_backward_of,
     gradients_equal,
     gradients_of,
     runner_of,
-    samples_of,
 )
 from tests.fault_injection import FaultInjector, wrapping_passes
 from tests.ranks import on_ranks
@@ -33,32 +31,6 @@ from torchtune_adaptive.engine.plans import SampleKind
 from torchtune_adaptive.engine.recovery import Recovery
 from torchtune_adaptive.engine.results import Totals
 from torchtune_adaptive.engine.step import StepRunner
-
-
-@on_ranks(2)
-def test_evaluation_before_the_step_does_not_confuse_recovery() -> None:
-    model = build(ModelConfig(dropout=0.0, reshard_after_forward=False))  # so evaluation leaves it unsharded
-    samples = samples_of(dist.get_rank(), 2)
-    forward_backward_of(model)(samples[:1])
-    forward_backward_of(model)(samples[1:])
-    expected = gradients_of(model)
-    model.zero_grad()
-    runner = runner_of(model, 2)
-    runner.run(samples, step=0)
-    model.zero_grad()
-    with torch.no_grad():
-        model(samples[0][None])
-    with FaultInjector(runner).fail_at(rank=1, step=1, operation=200):
-        runner.run(samples, step=1)
-    assert runner.recoveries == 1
-    assert gradients_equal(gradients_of(model), expected)
-
-
-@on_ranks(2)
-def test_offloaded_tensors_are_copied_to_the_device_and_back() -> None:
-    benches = (Bench(SCENARIOS[name]) for name in ("plain", "offloaded"))
-    plain, offloaded = (sum(name.startswith("aten.clone") for name in bench.operations()) for bench in benches)
-    assert offloaded >= plain + 100  # every parameter in forward and backward, and every gradient
 
 
 def is_gathered(model: nn.Module) -> bool:

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from tests.distributed.count_collectives import ALL_REDUCE, CountCollectives
 from tests.distributed.models import ModelConfig, build, forward_backward_of, mesh_of, runner_of, samples_of
 from tests.fault_injection import FaultInjector, wrapping_passes
-from tests.ranks import on_ranks, run_on_ranks
+from tests.ranks import on_ranks
 from torchtune_adaptive.engine.fsdp import exchanges_activations
 from torchtune_adaptive.engine.ranks import full_tensor
 from torchtune_adaptive.engine.results import Totals
@@ -51,18 +51,17 @@ def mean_over_ranks(model: nn.Module, samples: Sequence[Sequence[Tensor]]) -> Te
     return whole_gradients(model) / len(samples)
 
 
-def sums_over_replicas(rows: int) -> int:
-    runner = runner_of(build(IN_NODES), rows)
-    runner.run(samples_here(), step=0)  # the first step also compares replicas
-    runner.model.zero_grad()
-    with CountCollectives() as counted:
-        runner.run(samples_here(), step=1)
-    return counted.seen[ALL_REDUCE]
-
-
-def test_replicas_reduce_gradients_once_per_step():
-    [whole, *_], [split, *_] = (run_on_ranks(4, sums_over_replicas, rows) for rows in (SAMPLES, 1))
-    assert split == whole > 1  # one of them is the agreement
+@on_ranks(4)
+def test_replicas_reduce_gradients_once_per_step() -> None:
+    sums = []
+    for rows in (SAMPLES, 1):
+        runner = runner_of(build(IN_NODES), rows)
+        runner.run(samples_here(), step=0)  # the first step also compares replicas
+        runner.model.zero_grad()
+        with CountCollectives() as counted:
+            runner.run(samples_here(), step=1)
+        sums.append(counted.seen[ALL_REDUCE])
+    assert sums[0] == sums[1] > 1  # one of them is the agreement
 
 
 def break_off(config: ModelConfig, microbatch: int) -> StepRunner[Tensor]:
