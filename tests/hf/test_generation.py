@@ -32,6 +32,7 @@ from tests.hf.trainers import (
     even_words,
     failing_in_forward,
     of_metrics,
+    on_joining_ranks,
     texts,
     tiny_llama,
     tiny_reward_model,
@@ -257,9 +258,11 @@ def run_without_room(runner: StepRunner[Any], *args: Any, **kwargs: Any) -> Any:
     return run_stage(runner, *args, **kwargs)
 
 
-def without_room_for(what: str) -> tuple[float, dict[str, float], list[str]]:
-    """Collective: train while rank 1 has no room to gather all parameters at once, or no rank then has room for a row.
-    The search comes after this has been found out."""
+@pytest.mark.parametrize("what", ["parameters", "one row"])
+@on_joining_ranks(2, timeout_s=100)
+def test_generation_gathers_for_each_token_if_it_does_not_fit_otherwise(what: str) -> None:
+    """Rank 1 has no room to gather all parameters at once, or no rank then has room for a row. The search comes after
+    this has been found out."""
     base, limited = (
         base_of("RLOOTrainer", "FSDP2"),
         AdaptiveArguments(use_maximum_batch_size=True, memory_limit="64MiB"),
@@ -272,17 +275,10 @@ def without_room_for(what: str) -> tuple[float, dict[str, float], list[str]]:
         if what == "one row":
             stack.enter_context(mock.patch.object(StepRunner, "run", run_without_room))
         ours = train(folder, limited, **{**options(folder, "RLOOTrainer", 3), "base": base})
-    return difference(ours, stock, least=1.0), ours.log[-1], lines
-
-
-@pytest.mark.parametrize("what", ["parameters", "one row"])
-def test_generation_gathers_for_each_token_if_it_does_not_fit_otherwise(what: str) -> None:
-    outcomes = run_on_ranks(2, without_room_for, what, in_group=False, timeout_s=100)
-    for differs, log, _ in outcomes:
-        assert differs < 1e-5
-        assert "oom_recoveries/log-probabilities" in log
-        assert "oom_recoveries/generation" not in log
-    assert [sum("each token gathers" in line for line in lines) for _, _, lines in outcomes] == [1, 0]
+    assert difference(ours, stock, least=1.0) < 1e-5
+    assert "oom_recoveries/log-probabilities" in ours.log[-1]
+    assert "oom_recoveries/generation" not in ours.log[-1]
+    assert sum("each token gathers" in line for line in lines) == (os.environ["RANK"] == "0")
 
 
 @pytest.mark.parametrize("way", ["failed in the first generation", "failed in the first scores"])
@@ -302,10 +298,8 @@ def test_generation_in_an_evaluation_recovers(placement: str) -> None:
         assert log["oom_recoveries/generation in evaluation"] == 1
 
 
-def generate_in_a_reward_function() -> tuple[float, str]:
-    """Collective: train while rank 0 generates with the policy in a reward function. Return the difference from stock,
-    and the error for a loss that depends on all rows of all ranks."""
-
+@on_joining_ranks(2, timeout_s=100)
+def test_reward_function_may_generate_on_one_rank_and_a_loss_over_all_rows_is_refused() -> None:
     def sample(completions: list[Any], trainer_state: Any, **_: Any) -> list[float]:
         if os.environ["RANK"] == "0":
             policies[-1].generate(torch.tensor([[3, 4]]), max_new_tokens=2, do_sample=False)
@@ -325,31 +319,18 @@ def generate_in_a_reward_function() -> tuple[float, str]:
             given |= {"reward_funcs": [sample], "reward_processing_classes": [None], "base": Kept}
             return train(folder, adaptive, **given)
 
-        found = difference(run(AdaptiveArguments()), run(None), least=1.0)
-        with pytest.raises(ConfigError) as refused:
+        assert difference(run(AdaptiveArguments()), run(None), least=1.0) < 1e-6
+        with pytest.raises(ConfigError, match="top_entropy_quantile=1"):
             run(AdaptiveArguments(), top_entropy_quantile=0.5)
-    return found, str(refused.value)
 
 
-def test_reward_function_may_generate_on_one_rank_and_a_loss_over_all_rows_is_refused() -> None:
-    for differs, refused in run_on_ranks(2, generate_in_a_reward_function, in_group=False, timeout_s=100):
-        assert differs < 1e-6
-        assert "top_entropy_quantile=1" in refused
-
-
-def sampled() -> list[tuple[float, set[str]]]:
-    """Return the difference from stock, and the passes that were repeated, for each way."""
+@on_joining_ranks(1, timeout_s=100)
+def test_sampled_answers_are_those_of_stock_unless_generation_itself_is_repeated() -> None:
     found = []
     for way in "healthy", "failed in the first scores", "failed in the first generation":
         differs, _, log, _ = changed(way, "GRPOTrainer", "one process", generation_kwargs={}, num_iterations=2)
         found.append((differs, {name for name in PASSES if log.get(f"oom_recoveries/{name}")}))
-    return found
-
-
-def test_sampled_answers_are_those_of_stock_unless_generation_itself_is_repeated() -> None:
-    (((healthy, none), (scores, in_scores), (generation, in_generation)),) = run_on_ranks(
-        1, sampled, in_group=False, timeout_s=100
-    )
+    (healthy, none), (scores, in_scores), (generation, in_generation) = found
     assert (none, in_scores, in_generation) == (set(), {"log-probabilities"}, {"generation"})
     assert healthy == 0.0
     assert scores < 1e-5
@@ -365,16 +346,17 @@ def test_example_of_the_page_recovers_in_each_pass() -> None:
     assert len({*line.findall(output)}) == 1 + len(PASSES)
 
 
-def paste(folder: Path) -> list[dict[str, float]]:
-    """Run the script of the page for one step, with a tiny model, and return the log."""
+@on_joining_ranks(1)
+def test_script_of_the_page_trains(tmp_path: Path) -> None:
+    """For one step, with a tiny model."""
     import datasets
 
-    tiny_llama().save_pretrained(folder)
-    tokenizer().save_pretrained(folder)
+    tiny_llama().save_pretrained(tmp_path)
+    tokenizer().save_pretrained(tmp_path)
     script = PAGE.partition("```python\n")[2].partition("```")[0]
     changed = {
-        "Qwen/Qwen2.5-1.5B-Instruct": str(folder),
-        'GRPOConfig(\n        "out"': f'GRPOConfig(\n        "{folder}", max_steps=1, use_cpu=True, logging_steps=1',
+        "Qwen/Qwen2.5-1.5B-Instruct": str(tmp_path),
+        'GRPOConfig(\n        "out"': f'GRPOConfig(\n        "{tmp_path}", max_steps=1, use_cpu=True, logging_steps=1',
         "max_completion_length=256": "max_completion_length=6",
         "use_maximum_batch_size=True": 'use_maximum_batch_size=True, memory_limit="256MiB"',
     }
@@ -384,9 +366,4 @@ def paste(folder: Path) -> list[dict[str, float]]:
     names: dict[str, Any] = {}
     with mock.patch.object(datasets, "load_dataset", return_value=texts(["prompt"])):
         exec(script, names)
-    return names["trainer"].state.log_history  # type: ignore[no-any-return]
-
-
-def test_script_of_the_page_trains(tmp_path: Path) -> None:
-    ((log, *_),) = run_on_ranks(1, paste, tmp_path, in_group=False, timeout_s=60)
-    assert log["microbatch_rows"] == 64
+    assert names["trainer"].state.log_history[0]["microbatch_rows"] == 64

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import threading
-from collections import defaultdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -28,18 +27,10 @@ from tests.hf.trainers import (
 from torchtune_adaptive.hf import AdaptiveArguments
 from torchtune_adaptive.hf.losses import (
     CHECKED_TOKENS,
-    FP32_TOLERANCE,
-    HALF_TOLERANCE,
     SHORTER,
-    BatchLoss,
-    Reduction,
-    TwoSamples,
-    candidates,
-    how_losses_add_up,
 )
-from torchtune_adaptive.hf.metrics import BatchMetrics
 from torchtune_adaptive.hf.passes import GenerationPasses
-from torchtune_adaptive.hf.samples import CollatedBatch, Counts, GeneratedRow, KeepSamples, RawSample
+from torchtune_adaptive.hf.samples import CollatedBatch, GeneratedRow, KeepSamples, RawSample
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -103,51 +94,6 @@ def test_small_term_that_compares_samples_is_found_in_16_bits(
         assert ("which is not only rounded" not in caplog.text) is recovers
 
 
-def two(both: float, first: float = 4.0, second: float = 2.0) -> TwoSamples:
-    one, other = BatchLoss(first, Counts(1, 2, 1)), BatchLoss(second, Counts(1, 10, 9))
-    return TwoSamples(BatchLoss(both, Counts.total([one.counts, other.counts])), one, other)
-
-
-ROUNDED = two(0.0062, first=0.004, second=0.002)
-
-
-@pytest.mark.parametrize(
-    ("on_ranks", "options", "reduction"),
-    [
-        ([two(6.0)], {}, Reduction.SUM),
-        ([two(3.0)], {}, Reduction.MEAN_OF_ROWS),
-        ([two(28 / 12)], {}, Reduction.MEAN_OF_LABELS),
-        ([two(22 / 10)], {}, Reduction.MEAN_OF_NEXT_TOKENS),
-        ([two(2.0, first=2.0, second=2.0)], {}, Reduction.MEAN_OF_NEXT_TOKENS),
-        ([two(2.5)], {}, None),
-        ([two(-1e-8, first=0.1, second=-0.1)], {}, Reduction.SUM),
-        ([two(22 / 10 * 1.001)], {}, None),
-        ([two(6.0), two(7.0)], {"tolerance": HALF_TOLERANCE}, None),
-        # the rounding of a small loss is compared with earlier losses
-        ([ROUNDED], {"tolerance": HALF_TOLERANCE}, None),
-        ([ROUNDED], {"tolerance": HALF_TOLERANCE, "scale": 2.0}, Reduction.SUM),
-    ],
-)
-def test_reduction_is_determined_from_the_losses_of_two_samples(
-    on_ranks: list[TwoSamples], options: dict[str, float], reduction: Reduction | None
-) -> None:
-    assert how_losses_add_up(on_ranks, shifts_labels=True, **{"tolerance": FP32_TOLERANCE, **options}) is reduction
-
-
-def test_metrics_of_a_batch_without_labels_do_not_shift_those_of_later_batches() -> None:
-    """A microbatch of which no row counts is a filler, and its metrics are dropped."""
-    trainer: Any = type("Trainer", (), {"_metrics": {"train": defaultdict(list)}})()
-    metrics, logged = BatchMetrics(trainer, "train"), trainer._metrics["train"]
-    for batch, rows, value in (0, 0, 9.0), (1, 2, 3.0), (1, 1, 6.0):
-        with metrics.of_microbatch(batch, rows, {}):
-            logged["reward"].append(value)
-            logged["max_reward"].append(value)
-    metrics.end_step(batches=2)
-    assert [len(each) for each in metrics._complete] == [0, 2]
-    metrics.publish()
-    assert dict(logged) == {"reward": [4.0], "max_reward": [6.0]}
-
-
 # samples
 
 
@@ -168,12 +114,6 @@ def test_other_labels_are_not_changed(labels: Any) -> None:
 
 def ones(*shape: int) -> torch.Tensor:
     return torch.ones(shape, dtype=torch.int64)
-
-
-def test_samples_of_the_check_have_different_numbers_of_tokens_although_all_answers_are_long() -> None:
-    pair = {"prompt_ids": [1], "chosen_ids": [1] * 40, "rejected_ids": [1] * 40}
-    ((first,),), (second,) = candidates([RawSample(pair)] * 2)
-    assert first.length < second.length
 
 
 @pytest.mark.parametrize(

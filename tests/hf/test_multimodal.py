@@ -19,7 +19,7 @@ from torch.utils.data import SequentialSampler
 from transformers import Trainer
 
 from tests.hf.test_evaluation import out_of_memory
-from tests.hf.trainers import arguments, difference, train, use_fsdp2
+from tests.hf.trainers import arguments, difference, on_joining_ranks, train, use_fsdp2
 from tests.ranks import run_on_ranks
 from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.hf import AdaptiveArguments, AdaptiveTrainer
@@ -252,9 +252,10 @@ class InOrder(transformers.Trainer):
         return SequentialSampler(self.train_dataset)
 
 
-def compare_grouped(here: Path) -> float:
-    """Collective: compare with stock if both ranks have batches of texts, then batches of images, and again texts. In
-    the step with both, the shortest samples of one rank have images, and those of the other rank have none."""
+@on_joining_ranks(2, timeout_s=150)
+def test_batches_with_and_without_images_train_like_stock_under_fsdp2(tmp_path: Path) -> None:
+    """Both ranks have batches of texts, then batches of images, and again texts. In the step with both, the shortest
+    samples of one rank have images, and those of the other rank have none."""
     use_fsdp2(*Llava.layers)
     data = samples(48)
     for index, sample in enumerate(data):
@@ -262,33 +263,21 @@ def compare_grouped(here: Path) -> float:
         has_images = batch in (3, 4)
         sample["text"] = [5] * ((4 if has_images == is_rank_0 else 16) + index % 2)
         sample["images"] = sample["images"][:has_images]
-    stock, ours = (run(Llava(), here, *adaptive, data=data, base=InOrder) for adaptive in ((), (AdaptiveArguments(),)))
-    return difference(ours, stock, least=1e-3)
+    stock = run(Llava(), tmp_path, data=data, base=InOrder)
+    ours = run(Llava(), tmp_path, AdaptiveArguments(), data=data, base=InOrder)
+    assert difference(ours, stock, least=1e-3) < 1e-5
 
 
-def test_batches_with_and_without_images_train_like_stock_under_fsdp2(tmp_path: Path) -> None:
-    for differs in run_on_ranks(2, compare_grouped, tmp_path, in_group=False, timeout_s=150):
-        assert differs < 1e-5
-
-
-def train_without_labels(here: Path) -> str:
-    """Collective: return the error for texts without an image, in batches without labels."""
-
+@on_joining_ranks(2, timeout_s=150)
+def test_texts_without_an_image_are_refused_on_all_ranks_if_labels_are_not_rows(tmp_path: Path) -> None:
     class WithoutLabels(Llava):
         def collate(self, samples: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
             inputs = super().collate(samples)
             return {name: value for name, value in inputs.items() if name != "labels"}
 
     use_fsdp2(*Llava.layers)
-    with pytest.raises(ConfigError) as error:
-        run(WithoutLabels(), here, AdaptiveArguments(), data=samples(48, (1, 2, 0, 1)))
-    return str(error.value)
-
-
-def test_texts_without_an_image_are_refused_on_all_ranks_if_labels_are_not_rows(tmp_path: Path) -> None:
-    for error in run_on_ranks(2, train_without_labels, tmp_path, in_group=False, timeout_s=150):
-        assert "some samples have no pixel_values, but others have" in error
-        assert "let the data collator add a blank image" in error
+    with pytest.raises(ConfigError, match=r"some samples have no pixel_values, .* the data collator add a blank image"):
+        run(WithoutLabels(), tmp_path, AdaptiveArguments(), data=samples(48, (1, 2, 0, 1)))
 
 
 def test_evaluation_that_is_split_gives_each_sample_its_images(tmp_path: Path) -> None:
@@ -307,20 +296,13 @@ def test_evaluation_that_is_split_gives_each_sample_its_images(tmp_path: Path) -
     assert ours.metrics["test_loss"] == pytest.approx(stock.metrics["test_loss"], rel=1e-5)
 
 
-def long_texts_and_large_images(here: Path) -> tuple[list[float], list[float]]:
-    """Collective: train after a search; return the recoveries and the rows of microbatches.
-
-    One half of the samples are long texts with a small image, and the other half short texts with two large ones.
-    """
+@on_joining_ranks(2, timeout_s=150)
+def test_search_finds_rows_for_the_longest_text_with_the_largest_images(tmp_path: Path) -> None:
+    """One half of the samples are long texts with a small image, and the other half short texts with two large ones."""
     use_fsdp2(*Qwen2VL.layers)
     small, large = (Image.new("RGB", (size, size)) for size in (8, 32))
     of_kinds = {"text": [5] * 60, "images": [small]}, {"text": [5] * 4, "images": [large, large]}
     data = [{"id": index, **of_kinds[index % 2]} for index in range(48)]
     searched = AdaptiveArguments(use_maximum_batch_size=True, memory_limit="4MiB")
-    found = run(Qwen2VL(), here, searched, data=data)
-    return found.column("oom_recoveries"), found.column("microbatch_rows")
-
-
-def test_search_finds_rows_for_the_longest_text_with_the_largest_images(tmp_path: Path) -> None:
-    for found in run_on_ranks(2, long_texts_and_large_images, tmp_path, in_group=False, timeout_s=150):
-        assert found == ([0, 0, 0], [2, 2, 2])
+    found = run(Qwen2VL(), tmp_path, searched, data=data)
+    assert (found.column("oom_recoveries"), found.column("microbatch_rows")) == ([0, 0, 0], [2, 2, 2])

@@ -23,11 +23,13 @@ from tests.hf.trainers import (
     changing_loss,
     difference,
     failing_in_forward,
+    on_joining_ranks,
+    on_ranks_of_placement,
     tiny_llama,
     train,
     use_fsdp2,
 )
-from tests.ranks import RankFailed, run_on_ranks
+from tests.ranks import RankFailed, on_ranks, run_on_ranks
 from torchtune_adaptive.engine.messages import Listener
 from torchtune_adaptive.errors import RecoveryUnsupportedError
 from torchtune_adaptive.hf import AdaptiveArguments, AdaptiveTrainer
@@ -35,9 +37,14 @@ from torchtune_adaptive.hf import AdaptiveArguments, AdaptiveTrainer
 pytestmark = pytest.mark.timeout(600)
 
 
-def train_communicating(sharded: bool, here: Path) -> dict[str, float]:
-    """Collective: the differences from stock if compute_loss gathers a factor or the number of labels, with a buffer
-    that the forward updates, and on a stream that ends within a step and runs out of memory in its rest."""
+SHARDED = pytest.mark.parametrize("sharded", [True, False], ids=["FSDP2", "DDP"])
+
+
+@SHARDED
+@on_joining_ranks(2)
+def test_loss_that_communicates_equals_that_of_stock(sharded: bool, tmp_path: Path) -> None:
+    """The loss gathers a factor or the number of labels; or the forward updates a buffer; or a stream ends within a
+    step and runs out of memory in its rest."""
 
     def gathers(trainer: Any, loss: Any) -> Any:
         factor = torch.tensor(1.0 + trainer.args.process_index)
@@ -72,37 +79,27 @@ def train_communicating(sharded: bool, here: Path) -> dict[str, float]:
     if sharded:
         use_fsdp2()
         del cases["buffer"]
-    plain = arguments(here, max_steps=3, gradient_accumulation_steps=2, remove_unused_columns=False)
-    undispatched = arguments(here, accelerator_config={"dispatch_batches": False})
-    found = {}
+    plain = arguments(tmp_path, max_steps=3, gradient_accumulation_steps=2, remove_unused_columns=False)
+    undispatched = arguments(tmp_path, accelerator_config={"dispatch_batches": False})
     for name, case in cases.items():
         settings = undispatched if name.startswith("stream") else plain
-        ours, stock = (train(here, each, **case(), arguments=settings) for each in (AdaptiveArguments(), None))
-        found[name] = difference(ours, stock)
+        ours, stock = (train(tmp_path, each, **case(), arguments=settings) for each in (AdaptiveArguments(), None))
+        assert difference(ours, stock) < 1e-6, name
         assert ours.column("oom_recoveries")[-1] == 2 * ("failure" in name), "one in the rest, one in its step"
-    return found
 
 
-def train_with_uneven_batches(sharded: bool, here: Path) -> tuple[float, str]:
-    """Collective: the difference from stock if ranks have batches of different sizes, and the error if memory runs
-    out."""
-    if sharded:
-        use_fsdp2()
-    options = arguments(here, max_steps=2, per_device_train_batch_size=8 if os.environ["RANK"] == "0" else 1)
-    ours, stock = (train(here, adaptive, arguments=options) for adaptive in (AdaptiveArguments(), None))
-    with pytest.raises(RecoveryUnsupportedError) as failed:
-        train(here, AdaptiveArguments(), faults=[(2, 40)], arguments=options)
-    return difference(ours, stock), str(failed.value)
-
-
-@pytest.mark.parametrize("sharded", [True, False], ids=["FSDP2", "DDP"])
+@SHARDED
+@on_joining_ranks(2)
 def test_ranks_with_batches_of_different_sizes_train_like_stock_until_memory_runs_out(
     sharded: bool, tmp_path: Path
 ) -> None:
-    ended = run_on_ranks(2, train_with_uneven_batches, sharded, tmp_path, in_group=False, timeout_s=60)
-    for differs, error in ended:
-        assert differs < 1e-6
-        assert "batches of different sizes" in error
+    if sharded:
+        use_fsdp2()
+    options = arguments(tmp_path, max_steps=2, per_device_train_batch_size=8 if os.environ["RANK"] == "0" else 1)
+    ours, stock = (train(tmp_path, adaptive, arguments=options) for adaptive in (AdaptiveArguments(), None))
+    assert difference(ours, stock) < 1e-6
+    with pytest.raises(RecoveryUnsupportedError, match="batches of different sizes"):
+        train(tmp_path, AdaptiveArguments(), faults=[(2, 40)], arguments=options)
 
 
 def fail_in_a_loss_that_communicates(batch_size: int, here: Path) -> None:
@@ -126,37 +123,22 @@ def test_out_of_memory_error_in_a_loss_that_communicates_ends_the_first_step(bat
         run_on_ranks(2, fail_in_a_loss_that_communicates, batch_size, tmp_path, in_group=False, timeout_s=60)
 
 
-@pytest.mark.parametrize("sharded", [True, False], ids=["FSDP2", "DDP"])
-def test_loss_that_communicates_equals_that_of_stock(sharded: bool, tmp_path: Path) -> None:
-    for found in run_on_ranks(2, train_communicating, sharded, tmp_path, in_group=False, timeout_s=60):
-        assert max(found.values()) < 1e-6, found
-
-
-def train_and_fail_in_forward(placement: str, here: Path, numbers: list[int]) -> dict[int, float]:
-    """Collective: the differences from stock if a forward pass runs out of memory, in training or evaluation, or in the
-    check of the loss."""
+@pytest.mark.parametrize("placement", RANKS)
+@on_ranks_of_placement(timeout_s=300)
+def test_out_of_memory_error_in_any_forward_pass_does_not_change_training(placement: str, tmp_path: Path) -> None:
+    """In training or evaluation, or in the check of the loss."""
     if placement == "FSDP2":
         use_fsdp2()
 
     def run(adaptive: AdaptiveArguments | None, base: type) -> Any:
         evaluates = {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 4}
-        settings = arguments(here, max_steps=3, gradient_accumulation_steps=2, **evaluates)
-        return train(here, adaptive, base=base, eval_dataset=Counting(16 * RANKS[placement]), arguments=settings)
+        settings = arguments(tmp_path, max_steps=3, gradient_accumulation_steps=2, **evaluates)
+        return train(tmp_path, adaptive, base=base, eval_dataset=Counting(16 * RANKS[placement]), arguments=settings)
 
     stock = run(None, Trainer)
-    return {
-        number: difference(run(AdaptiveArguments(), failing_in_forward(Trainer, number)), stock) for number in numbers
-    }
-
-
-@pytest.mark.parametrize("placement", RANKS)
-def test_out_of_memory_error_in_any_forward_pass_does_not_change_training(placement: str, tmp_path: Path) -> None:
     every = int(os.environ.get("TORCHTUNE_ADAPTIVE_EVERY", "4"))
-    ranks = RANKS[placement]
-    numbers = [*range(1, 25, every)]  # 3 passes of the check, 6 of training and 12 of evaluation, and repeated ones
-    found = run_on_ranks(ranks, train_and_fail_in_forward, placement, tmp_path, numbers, in_group=False, timeout_s=300)
-    assert found == [found[0]] * ranks
-    assert max(found[0].values()) < 1e-6, found[0]
+    for number in range(1, 25, every):  # 3 passes of the check, 6 of training and 12 of evaluation, and repeated ones
+        assert difference(run(AdaptiveArguments(), failing_in_forward(Trainer, number)), stock) < 1e-6, number
 
 
 @pytest.mark.parametrize(("name", "most"), [("Trainer, FSDP2", 85), ("Trainer, DDP", 42)])
@@ -181,23 +163,19 @@ class OfReference(Trainer):
         return losses.sum(-1)
 
 
-def train_with_reference(placement: str, here: Path) -> float:
-    """Collective: the difference from stock if batches are split from the first step on."""
-    if placement == "FSDP2":
-        use_fsdp2()
-    base = type("Compared", (OfReference,), {"reference": tiny_llama().requires_grad_(False)})
-    settings = arguments(here, learning_rate=1e-3)
-    limits = AdaptiveArguments(token_budget=100), None
-    ours, stock = (train(here, adaptive, base=base, arguments=settings) for adaptive in limits)
-    return difference(ours, stock)
-
-
 @pytest.mark.parametrize("placement", RANKS)
+@on_ranks_of_placement()
 def test_loss_that_is_equal_for_all_rows_at_the_start_is_checked_with_other_weights(
     placement: str, tmp_path: Path
 ) -> None:
-    found = run_on_ranks(RANKS[placement], train_with_reference, placement, tmp_path, in_group=False, timeout_s=60)
-    assert max(found) < 1e-5
+    """Batches are split from the first step on."""
+    if placement == "FSDP2":
+        use_fsdp2()
+    base = type("Compared", (OfReference,), {"reference": tiny_llama().requires_grad_(False)})
+    settings = arguments(tmp_path, learning_rate=1e-3)
+    limits = AdaptiveArguments(token_budget=100), None
+    ours, stock = (train(tmp_path, adaptive, base=base, arguments=settings) for adaptive in limits)
+    assert difference(ours, stock) < 1e-5
 
 
 CHECKPOINTED = {"gradient_checkpointing": True, "eval_strategy": "steps", "eval_steps": 1}
@@ -229,7 +207,7 @@ def resume_and_compare(sharded: bool, here: Path) -> tuple[float, list[float], f
 
 
 @pytest.mark.smoke("FSDP2")
-@pytest.mark.parametrize("sharded", [True, False], ids=["FSDP2", "DDP"])
+@SHARDED
 def test_run_whose_rank_1_was_killed_resumes_like_stock(sharded: bool, tmp_path: Path) -> None:
     with pytest.raises(RankFailed, match="SIGKILL"):
         run_on_ranks(2, train_until_rank_1_is_killed, sharded, tmp_path, in_group=False, timeout_s=60)
@@ -240,17 +218,14 @@ def test_run_whose_rank_1_was_killed_resumes_like_stock(sharded: bool, tmp_path:
         assert (rows, recoveries) == ([4, 2, 2, 2, 2, 2], 1)
 
 
-def collectives_of_a_save(here: Path) -> set[str]:
-    """Collective: save a model that transformers has sharded; return the operations that communicated."""
-    model = LlamaForCausalLM.from_pretrained(here, distributed_config=DistributedConfig(fsdp_size=2))
-    trainer, found = AdaptiveTrainer(model, arguments(here), train_dataset=Counting(8)), set[str]()
-    with Listener(lambda operation: found.add(operation.partition(" at ")[0])):
-        trainer.save_model(str(here / "saved"))
-    return found
-
-
+@on_ranks(2)
 def test_save_issues_no_collective_that_corrupts_gloos_memory(tmp_path: Path) -> None:
-    tiny_llama().save_pretrained(tmp_path)
-    for found in run_on_ranks(2, collectives_of_a_save, tmp_path):
-        assert "c10d::_allgather_base_" in found
-        assert "_c10d_functional::all_gather_into_tensor" not in found
+    """In a save of a model that transformers has sharded."""
+    tiny_llama().save_pretrained(tmp_path)  # on rank 0
+    torch.distributed.barrier()
+    model = LlamaForCausalLM.from_pretrained(tmp_path, distributed_config=DistributedConfig(fsdp_size=2))
+    trainer, found = AdaptiveTrainer(model, arguments(tmp_path), train_dataset=Counting(8)), set[str]()
+    with Listener(lambda operation: found.add(operation.partition(" at ")[0])):
+        trainer.save_model(str(tmp_path / "saved"))
+    assert "c10d::_allgather_base_" in found
+    assert "_c10d_functional::all_gather_into_tensor" not in found

@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 import tempfile
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,9 +16,20 @@ import pytest
 
 from tests.captured_logs import captured_log
 from tests.hf.test_evaluation import out_of_memory
-from tests.hf.trainers import RANKS, Run, arguments, difference, of_metrics, tiny_llama, train, trl_options, use_fsdp2
+from tests.hf.trainers import (
+    RANKS,
+    Run,
+    arguments,
+    difference,
+    of_metrics,
+    on_ranks_of_placement,
+    tiny_llama,
+    train,
+    trl_options,
+    use_fsdp2,
+)
 from tests.ranks import RankFailed, run_on_ranks
-from torchtune_adaptive.engine.ranks import from_all_ranks
+from torchtune_adaptive.engine.ranks import from_all_ranks, rank
 from torchtune_adaptive.errors import AdaptiveError
 from torchtune_adaptive.hf import AdaptiveArguments, adaptive
 
@@ -47,6 +59,9 @@ def peft_works() -> bool:
     except ImportError:
         return False
     return True
+
+
+needs_trl = pytest.mark.skipif(not find_spec("trl"), reason="needs TRL")
 
 
 def options(trainer: str, folder: Path, lora: bool, config_options: dict[str, Any]) -> dict[str, Any]:
@@ -128,6 +143,7 @@ def test_twenty_steps_train_like_stock_however_they_are_split(
         assert max(compared["same"].metrics, compared["failed"].metrics) < 1e-5, compared
 
 
+@needs_trl
 @pytest.mark.parametrize(
     ("trainer", "options"),
     [
@@ -137,7 +153,6 @@ def test_twenty_steps_train_like_stock_however_they_are_split(
     ],
 )
 def test_loss_that_compares_samples_is_refused_for_token_budgets(trainer: str, options: dict[str, Any]) -> None:
-    pytest.importorskip("trl")
     with pytest.raises(
         RankFailed,
         match=r"neither their sum nor their mean|default loss compares samples|sorts the samples|is a mean over tokens",
@@ -145,8 +160,12 @@ def test_loss_that_compares_samples_is_refused_for_token_budgets(trainer: str, o
         run_on_ranks(1, partial(compare, **options), trainer, False, "one process", in_group=False, timeout_s=100)
 
 
-def evaluation_losses(trainer: str, placement: str) -> list[float]:
-    """Collective: the loss of an evaluation by stock and by ours, which runs out of memory on the last rank."""
+@needs_trl
+@pytest.mark.parametrize("placement", ["DDP", "FSDP2"])
+@pytest.mark.parametrize("trainer", ["SFTTrainer", "DPOTrainer"])
+@on_ranks_of_placement(timeout_s=100)
+def test_evaluation_that_runs_out_of_memory_gives_the_loss_of_stock(trainer: str, placement: str) -> None:
+    """On the last rank."""
     if placement == "FSDP2":
         use_fsdp2()
     losses = []
@@ -159,16 +178,8 @@ def evaluation_losses(trainer: str, placement: str) -> list[float]:
             made.train()
             with out_of_memory(made.model, rank=RANKS[placement] - 1, rows=rows) as failed:
                 losses.append(made.evaluate(made.train_dataset.select(range(22)))["eval_loss"])
-    return [*losses, len(failed)]
-
-
-@pytest.mark.parametrize("placement", ["DDP", "FSDP2"])
-@pytest.mark.parametrize("trainer", ["SFTTrainer", "DPOTrainer"])
-def test_evaluation_that_runs_out_of_memory_gives_the_loss_of_stock(trainer: str, placement: str) -> None:
-    pytest.importorskip("trl")
-    *_, (stock, ours, failed) = run_on_ranks(2, evaluation_losses, trainer, placement, in_group=False, timeout_s=100)
-    assert failed
-    assert abs(ours / stock - 1) < 1e-6
+    assert bool(failed) == (rank() == RANKS[placement] - 1)
+    assert losses[1] == pytest.approx(losses[0], rel=1e-6)
 
 
 GENERATES: dict[str, Any] = {"max_completion_length": 6, "top_k": 1}
@@ -221,20 +232,16 @@ def outcome(name: str, folder: Path, placement: str) -> str:
         return "recovers"
 
 
-def outcomes(placement: str) -> dict[str, str]:
-    """Collective."""
-    with tempfile.TemporaryDirectory() as folder:
-        return {name: outcome(name, Path(folder), placement) for name in names_for(placement)}
-
-
+@needs_trl
 @pytest.mark.parametrize("placement", ["one process", "DDP"])
+@on_ranks_of_placement(timeout_s=300)
 def test_each_trainer_has_the_result_of_the_table(placement: str) -> None:
     """The table of docs/huggingface.md."""
-    pytest.importorskip("trl")
     page = (Path(__file__).parents[2] / "docs/huggingface.md").read_text().partition("## Other trainers of TRL")[2]
     rows = re.findall(r"^\| (`\w.*?) \| ([\w ]+) \|", page, re.M)
     table = {name.replace("`", ""): result for names, result in rows for name in names.split(", ")}
     elsewhere = {"SFTTrainer", "DPOTrainer", "RewardTrainer", "GRPOTrainer", "RLOOTrainer"}
     assert table.keys() - elsewhere == OF_TRL.keys()
-    for found in run_on_ranks(RANKS[placement], outcomes, placement, in_group=False, timeout_s=300):
-        assert found == {name: table[name] for name in names_for(placement)}
+    with tempfile.TemporaryDirectory() as folder:
+        found = {name: outcome(name, Path(folder), placement) for name in names_for(placement)}
+    assert found == {name: table[name] for name in names_for(placement)}

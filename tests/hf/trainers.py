@@ -10,6 +10,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stdout
+from functools import partial
 from importlib import import_module
 from itertools import count
 from pathlib import Path
@@ -37,6 +38,7 @@ from transformers import (
 from transformers.utils.logging import set_verbosity_error
 
 from tests.fault_injection import FaultInjector
+from tests.ranks import on_ranks
 from torchtune_adaptive.engine.ranks import full_tensor
 from torchtune_adaptive.hf import AdaptiveArguments, AdaptiveMixin
 
@@ -46,6 +48,15 @@ if TYPE_CHECKING:
 LONGEST = 48
 STEPS = 6
 RANKS = {"one process": 1, "DDP": 2, "FSDP2": 2}
+
+
+on_joining_ranks = partial(on_ranks, in_group=False)
+"""Decorator: run a test on ranks that join a group themselves, as Trainer does."""
+
+
+def on_ranks_of_placement(timeout_s: float = 60) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Decorator: run a test on the ranks of its argument `placement`."""
+    return on_joining_ranks(lambda placement, **_: RANKS[placement], timeout_s)
 
 
 class Counting(Dataset):

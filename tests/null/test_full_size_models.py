@@ -18,7 +18,6 @@ from torchtune_adaptive.config.command_line import locate
 from torchtune_adaptive.data.samples import Sample
 from torchtune_adaptive.engine import ranks as collectives
 from torchtune_adaptive.engine import snapshot
-from torchtune_adaptive.engine.limit_policy import THRASHING
 from torchtune_adaptive.engine.memory import CudaMemory
 from torchtune_adaptive.engine.oom import release_memory
 from torchtune_adaptive.engine.probes import profile_memory
@@ -110,16 +109,3 @@ def test_measured_token_budget_trains_without_running_out_of_memory() -> None:
         run(step, runner, mixed(512, steps=2))
         assert runner.recoveries == 0
         assert torch.cuda.max_memory_reserved() > 0.9 * MEMORY
-
-
-@on_null_device()
-def test_two_steps_with_flushes_lower_the_limit() -> None:
-    """So many rows that the allocator flushes its cache."""
-    rows, changes = 12, list[str]()
-    set_memory(MEMORY)
-    with at_size() as step:
-        runner = step.runner(rows, lambda change: changes.append(change.kind))
-        runner.measure_memory(CudaMemory())
-        flushes = run(step, runner, [[worst(TOKENS)] * rows] * 3)
-        assert min(flushes[:2]) > 0
-        assert (changes, runner.limit.size) == ([THRASHING], 8)

@@ -1,6 +1,5 @@
 """Ranks over torch's own NCCL process groups, on null devices; `python -m tests.null.nccl` tries more cases."""
 
-import ctypes
 import os
 import re
 from collections.abc import Callable
@@ -12,7 +11,7 @@ import torch.distributed as dist
 from gpu_rehearsal.device import set_memory
 from gpu_rehearsal.hangs.problems import problems_in
 from gpu_rehearsal.hangs.replay import Replay
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.distributed.faults.scenarios import SCENARIOS
@@ -22,8 +21,6 @@ from tests.null.nccl import BACKENDS, swept, without_drains
 from tests.null.processes import OnNull
 from tests.null.recording import record_on_rank
 from tests.ranks import use_next_port
-from torchtune_adaptive.engine.results import Totals
-from torchtune_adaptive.errors import CollectiveFailedError
 from torchtune_adaptive.lifecycle.distributed import join_on
 
 SAMPLED = 3  # operations of a step
@@ -170,31 +167,6 @@ def test_copies_to_pageable_memory_and_releases_are_recorded_as_synchronizations
     on_null: OnNull, tmp_path: Path
 ) -> None:
     on_null(record_on_rank, str(tmp_path), "cuda:nccl", copy_and_release, ranks=2, in_group=False)
-
-
-def fail_inside_nccl() -> None:
-    """Collective: NCCL fails inside a collective of the model, which is not FSDP's."""
-
-    class Communicating(nn.Linear):
-        def forward(self, value: Tensor) -> Tensor:
-            ctypes.CDLL(None).null_cuda_fail_nccl_after(0)
-            dist.all_reduce(torch.ones(1, device=device()))
-            return super().forward(value)
-
-    model = Communicating(4, 4).to(device())
-
-    def forward_backward(samples: list[Tensor]) -> Totals:
-        loss = model(torch.stack([*samples]).to(device())).sum()
-        return Totals(loss.detach(), 1)
-
-    with pytest.raises(CollectiveFailedError, match=r"^a collective of the model failed on rank ") as raised:
-        runner_of(model, 2, forward_backward).run([torch.ones(4)] * 2, step=0)
-    assert "NCCL's communicator is broken after this error: restart from the last checkpoint" in str(raised.value)
-
-
-@pytest.mark.parametrize("backend", ["nccl", "nccl-legacy"])
-def test_error_inside_nccl_is_explained(on_null: OnNull, tmp_path: Path, backend: str) -> None:
-    on_null(record_on_rank, str(tmp_path), f"cuda:{backend}", fail_inside_nccl, ranks=2, in_group=False)
 
 
 def communicators() -> int:

@@ -66,6 +66,8 @@ def test_every_command_of_the_tutorial_runs(tmp_path: Path) -> None:
         started.when(lambda: "step_4 saved" in started.output, STARTS_S)
         os.killpg(started.pid, signal.SIGINT)
         started.wait(60)
+    assert re.search(r"^SIGINT: .* after step \d+; .*\. To resume: ", started.output, re.MULTILINE), started.output
+    assert "KeyboardInterrupt" not in started.output
     assert "<- chosen" in started.output
     assert "32 samples a step (as configured) · 10 steps an epoch" in started.output
     assert "can continue: step" in run(status)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from omegaconf import DictConfig
 
-from torchtune_adaptive.loop.metrics import EVENTS_FILE
+from tests.timeline import read_timeline
 
 
 class JsonLogger:
@@ -51,12 +51,7 @@ def assert_same_figures(
             assert mine[figure] == pytest.approx(its[figure], rel=rel, abs=abs), (mine.get("step"), figure)
 
 
-def events_of(output_dir: Path, kind: str) -> list[dict[str, Any]]:
-    """Return the events of one kind."""
-    lines = (output_dir / EVENTS_FILE).read_text().splitlines()
-    return [event for event in map(json.loads, lines) if event["kind"] == kind]
-
-
 def search_results(output_dir: Path) -> dict[str, dict[str, Any]]:
     """Return the result of each stage's last search."""
-    return {event.get("stage", ""): event["result"] for event in events_of(output_dir, "search")}
+    events = read_timeline(output_dir).events
+    return {event.get("stage", ""): event["result"] for event in events if event["kind"] == "search"}

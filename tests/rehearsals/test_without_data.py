@@ -1,24 +1,18 @@
 """`rehearse --without-data`: recipes without files of weights, tokenizer and data."""
 
 import json
-import os
 import re
-import signal
-import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
-from gpu_rehearsal import rehearse as rehearse_here
-from gpu_rehearsal.gpus import Gpu
 from gpu_rehearsal.report.record import COMPARED
 from gpu_rehearsal.report.result import RehearsalResult
-from gpu_rehearsal.sweep import compare
 from omegaconf import OmegaConf
 
 from tests.null.processes import skip_without_null_device
 from tests.rehearsals.conftest import Rehearse
-from tests.rehearsals.two_ranks import GPU, SIZES, command, errors_and_flushes, rehearsed, trained
+from tests.rehearsals.two_ranks import SIZES, errors_and_flushes, rehearsed, trained
 from torchtune_adaptive.config.command_line import locate
 from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.rehearsing import with_stand_ins
@@ -96,19 +90,6 @@ def test_ranks_that_were_not_compared_have_no_answer(tmp_path: Path) -> None:
     assert RehearsalResult.read_ranks(tmp_path, **about).fits is None
     (tmp_path / COMPARED).write_text("{}")
     assert RehearsalResult.read_ranks(tmp_path, **about).fits
-
-
-def rehearse_and_end_parent(words: list[str], card: Gpu, ranks: int) -> RehearsalResult:
-    if ranks == 1:
-        threading.Timer(1, os.kill, (os.getppid(), signal.SIGTERM)).start()
-    return rehearse_here(words, card, ranks, steps=2, without_data=True, quiet=True)
-
-
-def test_signal_ends_all_rehearsals() -> None:
-    skip_without_null_device()
-    words = command(locate("adaptive/demo/full"), "device=cuda")
-    with pytest.raises(KeyboardInterrupt):
-        compare(rehearse_and_end_parent, words, [GPU], [1, 2, 4])
 
 
 def test_recoveries_and_flushes_are_those_of_a_run_on_two_ranks() -> None:

@@ -14,10 +14,9 @@ from torchtune.modules.loss import CEWithChunkedOutputLoss
 
 from tests.captured_logs import captured_log
 from tests.forked_commands import STARTS_S, run_in_terminal
-from tests.ranks import run_on_ranks
+from tests.ranks import PATIENCE, on_ranks, patience
 from tests.recipes.recorders import read_log
 from tests.recipes.running import demo_config, run_ours
-from tests.scheduling_delays import SchedulingDelays
 from torchtune_adaptive.cli.main import Condition, condition_of
 from torchtune_adaptive.lifecycle.signals import ONE_SIGNAL_S
 
@@ -94,7 +93,7 @@ def assert_printed_once_and_in_torchruns_report(message: str, output: str) -> No
 def test_first_error_ends_all_ranks_with_its_message_within_two_seconds(case: str, tmp_path: Path) -> None:
     ranks, overrides, named = ERRORS[case]
     launched = LAUNCHED_ON_PAIRS if "pairs" in case else LAUNCHED
-    with SchedulingDelays() as delays, tune_run(ranks, tmp_path, *overrides, launched=launched) as run:
+    with tune_run(ranks, tmp_path, *overrides, launched=launched) as run:
         assert run.wait(STARTS_S) == 1
         run.when(lambda: "ChildFailedError" in run.output, 10)
     [(moment, line)] = [(moment, line) for moment, line in run.lines if line.startswith("error")]
@@ -102,20 +101,8 @@ def test_first_error_ends_all_ranks_with_its_message_within_two_seconds(case: st
     assert_printed_once_and_in_torchruns_report(line, run.output)
     assert (tmp_path / "out").exists() == (case != "slip"), "an error in the config changes no file"
     for path in tmp_path.glob("raised_*"):
-        # the rank, the launcher and this process may all have been delayed
-        raised = float(path.read_text())
-        assert moment - raised < 2.0 + 3 * delays.between(raised, moment)
-
-
-def test_ctrl_c_saves_and_prints_one_line(tmp_path: Path) -> None:
-    with tune_run(2, tmp_path, "dataset.samples=100000") as run:
-        run.when(lambda: re.search(r"loss \d", run.output), STARTS_S)
-        os.killpg(run.pid, signal.SIGINT)
-        assert run.wait(60) == 1
-    [step] = re.findall(r"^SIGINT: .* after step (\d+); .*\. To resume: ", run.output, re.MULTILINE)
-    assert (tmp_path / "out" / f"step_{step}" / "adaptive_checkpoint.json").is_file()
-    assert "KeyboardInterrupt" not in run.output, run.output
-    assert re.search(r"SignalException: Process \d+ got signal: 2$", run.output), run.output
+        # a machine that is busy delays the rank, the launcher and this process
+        assert moment - float(path.read_text()) < 2.0 * patience() / PATIENCE
 
 
 def test_second_signal_through_the_launcher_ends_all_ranks_immediately(tmp_path: Path) -> None:
@@ -150,16 +137,12 @@ class Burst(CEWithChunkedOutputLoss):
         return loss * torch.nan if self.calls == 4 else loss  # two microbatches per step
 
 
-def train_with_a_burst(folder: Path) -> list[str]:
+@on_ranks(2, timeout_s=100, in_group=False)
+def test_one_bad_step_is_skipped_by_default_and_weights_stay_finite(tmp_path: Path) -> None:
     burst = ("loss._component_=tests.recipes.endings.test_endings.Burst", "clip_grad_norm=null")
     with captured_log("torchtune_adaptive") as lines:
-        run_ours("full", demo_config("full", folder, *burst, "save_every_n_steps=1"))
-    return [line for line in lines if "not finite" in line]
-
-
-def test_one_bad_step_is_skipped_by_default_and_weights_stay_finite(tmp_path: Path) -> None:
-    warnings = run_on_ranks(2, train_with_a_burst, tmp_path / "run", timeout_s=100, in_group=False)
-    assert [len(lines) for lines in warnings] == [1, 0]
+        run_ours("full", demo_config("full", tmp_path / "run", *burst, "save_every_n_steps=1"))
+    assert sum("not finite" in line for line in lines) == (os.environ["RANK"] == "0")
     assert [step["skipped_updates"] for step in read_log(tmp_path / "run" / "log.jsonl")][:3] == [0, 1, 1]
     files = (tmp_path / "run" / "out" / f"step_{step}" / "model-00001-of-00001.bin" for step in (1, 2, 3))
     first, second, third = (torch.load(file, weights_only=True) for file in files)

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.ranks import run_on_ranks
+from tests.ranks import on_ranks
 from tests.recipes.comparisons import Group, Run, Runs, assert_equals_its_reference, compared, runs_in
 from tests.recipes.recorders import assert_same_figures, search_results
 from tests.recipes.running import RELATIVE, SGD, demo_config, run_ours
@@ -101,11 +101,7 @@ def test_clipping_and_records_equal_those_without_tensor_parallelism(runs: Runs)
     assert all(step["grad_norm"] > 0.5 for step in apart)
 
 
-def train_with_adapters_of_its_own(folder: Path) -> None:
-    """Collective: train as a user does, with adapters drawn separately on every rank."""
-    run_ours("lora", demo_config("lora", folder, *REPLICAS, "dataset.samples=32"))
-
-
+@on_ranks(4, in_group=False)
 def test_replicas_start_with_the_same_adapters(tmp_path: Path) -> None:
-    """tests/distributed/sharding/test_fsdp.py checks that different ones are refused."""
-    run_on_ranks(4, train_with_adapters_of_its_own, tmp_path / "run", timeout_s=60, in_group=False)
+    """Although every rank draws its own. tests/distributed/endings/test_refusals.py shows that others are refused."""
+    run_ours("lora", demo_config("lora", tmp_path / "run", *REPLICAS, "dataset.samples=32"))

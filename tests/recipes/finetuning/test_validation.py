@@ -14,7 +14,7 @@ from torchtune.rlhf.loss import DPOLoss
 
 from tests.ranks import run_on_ranks
 from tests.recipes.comparisons import Finished
-from tests.recipes.recorders import assert_same_figures, events_of, read_log
+from tests.recipes.recorders import assert_same_figures, read_log
 from tests.recipes.running import demo_config, run_ours
 from torchtune_adaptive.objectives.preference import VALIDATION_REFERENCE_STAGE
 from torchtune_adaptive.objectives.validation import VALIDATION_STAGE
@@ -169,8 +169,8 @@ def test_training_is_bitwise_that_of_a_run_without_validation(run: tuple[str, Pa
 def test_validation_recovers_on_its_own_and_is_named_in_the_record(run: tuple[str, Path]) -> None:
     name, folder = run[0], run[1] / "validated"
     of_pairs = [VALIDATION_REFERENCE_STAGE] if CASES[name].kind == "full_dpo" else []
-    recoveries = events_of(folder / "out", "recovery")
+    recoveries = Finished(folder).events("recovery")
     assert {event["stage"] for event in recoveries} == {VALIDATION_STAGE, *of_pairs}
     assert {tuple(event["ranks"]) for event in recoveries} == {(1,)}
-    events, found = events_of(folder / "out", "validation"), logged(folder, validations=True)
+    events, found = Finished(folder).events("validation"), logged(folder, validations=True)
     assert [(each["step"], each["val_loss"]) for each in events] == [(each["step"], each["val_loss"]) for each in found]

@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from tests.ranks import run_on_ranks
+from tests.ranks import on_ranks, run_on_ranks
 from tests.recipes.long.memory_pressure import number_of
 from tests.recipes.running import demo_config, load_ours, run_as_command, train_until
+from tests.timeline import read_timeline
 from tests.unit.checkpoints.test_resuming import config
 from tests.unit.lifecycle.test_run_state import another_run
 from torchtune_adaptive.checkpoints.resuming import find_start
@@ -41,17 +42,12 @@ def test_second_run_in_a_folder_names_the_first_and_changes_no_file(tmp_path: Pa
     assert condition_of(out)[0] is Condition.FINISHED
 
 
-def start_on_a_separate_disk(folder: Path) -> str:
-    own = folder / f"disk_{dist.get_rank()}"
-    (own / ".saving").mkdir(parents=True)  # left by an earlier run
-    with pytest.raises(ConfigError) as error:
-        find_start(read_full_settings(config(own)), "full", ranks=2)
-    return str(error.value)
-
-
+@on_ranks(2)
 def test_unshared_disk_is_detected_even_after_an_earlier_run(tmp_path: Path) -> None:
-    for message in run_on_ranks(2, start_on_a_separate_disk, tmp_path):
-        assert "rank 1" in message
+    own = tmp_path / f"disk_{dist.get_rank()}"
+    (own / ".saving").mkdir(parents=True)  # left by an earlier run
+    with pytest.raises(ConfigError, match="rank 1"):
+        find_start(read_full_settings(config(own)), "full", ranks=2)
 
 
 SAMPLES = 96  # divisible by 1, 2 and 3 ranks without padding
@@ -116,5 +112,4 @@ def steps_of(folder: Path, ranks: int) -> dict[int, list[int]]:
 
 
 def losses(folder: Path) -> dict[int, float]:
-    lines = (folder / "out" / "adaptive_steps.jsonl").read_text(encoding="utf-8").splitlines()
-    return {each["step"]: each["loss"] for each in map(json.loads, lines) if "loss" in each}
+    return {each["step"]: each["loss"] for each in read_timeline(folder / "out").steps}
