@@ -24,9 +24,7 @@ from torchtune_adaptive.config.keys import (
     REMEDIES,
     AdaptiveConfig,
     Rule,
-    read,
     read_section,
-    setting,
 )
 from torchtune_adaptive.config.registry import (
     FULL,
@@ -66,12 +64,6 @@ def test_path_that_is_no_file_is_an_error(name: str, tmp_path: Path) -> None:
         locate(str(tmp_path / name))
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Section:
-    rows: int = setting(COUNT)
-    names: tuple[str, ...] | None = setting(NAMES | NULL, None)
-
-
 @pytest.mark.parametrize(
     ("rule", "good", "bad"),
     [
@@ -94,12 +86,6 @@ class Section:
 def test_rule_accepts_good_and_rejects_bad_values(rule: Rule, good: list[Any], bad: list[Any]) -> None:
     assert [value for value in good if not rule.accepts(value)] == []
     assert [value for value in bad if rule.accepts(value)] == []
-
-
-def test_section_reads_its_keys_and_ignores_others() -> None:
-    assert read(Section, {"rows": 3, "other": "x"}) == Section(rows=3, names=None)
-    section = read(Section, OmegaConf.create({"rows": 1, "names": ["a", "b"]}))
-    assert section.names == ("a", "b"), "a tuple, so that the value is frozen"
 
 
 @pytest.mark.parametrize("section", [5, "yes", ["recover_from_oom"]])

@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.distributed.faults.scenarios import as_dtensor_does
 from tests.fault_injection import FaultInjector
 from tests.simulated_memory import FakeMemory
 from torchtune_adaptive.engine.limit_policy import EXHAUSTED, RECOVERY
@@ -17,7 +16,7 @@ from torchtune_adaptive.engine.plans import SampleKind
 from torchtune_adaptive.engine.recovery import Recovery
 from torchtune_adaptive.engine.results import Totals
 from torchtune_adaptive.engine.step import StepRunner
-from torchtune_adaptive.errors import LimitExhaustedError, RecoveryUnsupportedError, Remedy, UnrecoverableError
+from torchtune_adaptive.errors import LimitExhaustedError, RecoveryUnsupportedError, Remedy
 
 SAMPLES = [torch.arange(16.0) * scale for scale in range(1, 9)]
 KIND = SampleKind(length_of=len, filler=lambda sample: sample)
@@ -237,12 +236,3 @@ def test_unrecoverable_errors_pass_through_steps_and_commits_unchanged(error: Ex
         runner.run(SAMPLES, step=0)
     with pytest.raises(KeyError, match="mine"), runner.committing("a step", last_checkpoint=None):
         raise KeyError("mine")
-
-
-@pytest.mark.parametrize("error", [as_dtensor_does("out of memory"), MemoryError()], ids=["device", "host"])
-def test_any_kind_of_oom_in_a_commit_is_fatal(error: Exception):
-    with (
-        pytest.raises(UnrecoverableError, match="runs/epoch_0"),
-        runner_of(a_model(), 8).committing("a step", last_checkpoint="runs/epoch_0"),
-    ):
-        raise error

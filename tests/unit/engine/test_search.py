@@ -1,4 +1,4 @@
-"""Results of the search for many memory functions, the rows it measures, and its messages."""
+"""Results of the search for many memory functions, the rows it measures, and its table."""
 
 import random
 from collections.abc import Callable
@@ -11,6 +11,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from tests.simulated_memory import always_fits
 from torchtune_adaptive.engine.limits import MAX_ROWS, Surface, candidate_rows
 from torchtune_adaptive.engine.search import (
     STRATEGIES,
@@ -22,8 +23,9 @@ from torchtune_adaptive.engine.search import (
     search,
 )
 from torchtune_adaptive.errors import OneRowDoesNotFitError
+from torchtune_adaptive.report.tables import search_table
 
-MIB = 2**20
+MIB, GIB = 2**20, 2**30
 PeakFunction = Callable[[int], dict[str, int]]
 
 
@@ -284,3 +286,18 @@ def test_fully_measured_failure_guides_the_next_probe() -> None:
 def test_one_row_is_the_result_if_two_do_not_fit_even_with_retries(strategy: str) -> None:
     device = Device(affine((0, 1000)), 1999 * MIB, retries_above=0)
     assert device.search(strategy=strategy, max_rows=4).rows == 1
+
+
+def test_table_is_the_documented_one() -> None:
+    def measure(rows: int) -> Peak:
+        peak, seconds = {1: (38.4, 1.9), 2: (42.9, 2.2), 8: (69.7, 5.8)}[rows]
+        return Peak({"backward": int(peak * GIB)}, fits=True, seconds=seconds)
+
+    found = search(measure, Budget(int(75.2 * GIB)), no_fit_error=always_fits)
+    assert search_table(found, 4096) == (
+        "batch search · linear · 4096 tokens · budget 75.2 GiB a rank\n"
+        "  rows   peak       of budget   time\n"
+        "  1      38.4 GiB     51 %      1.9 s\n"
+        "  2      42.9 GiB     57 %      2.2 s\n"
+        "  8      69.7 GiB     93 %      5.8 s   <- chosen (9.2 fit, rounded down to a power of two)"
+    )
