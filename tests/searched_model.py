@@ -104,7 +104,6 @@ class Trained:
     shape: Shape
     optimizer_kind: Any = torch.optim.AdamW
     options: dict[str, Any] = field(default_factory=dict)
-    cut: bool = True
     limit: int = 1
 
     def __post_init__(self) -> None:
@@ -140,7 +139,7 @@ class Trained:
             sample=self.sample,
             update=self.update,
             optimizers=[self.optimizer],
-            boundaries=boundaries if self.cut else {},
+            boundaries=boundaries,
         )
 
     def train(self, microbatches: Sequence[int]) -> float:

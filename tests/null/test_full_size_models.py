@@ -2,7 +2,7 @@
 
 import os
 import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from unittest import mock
 
@@ -18,10 +18,8 @@ from torchtune_adaptive.config.command_line import locate
 from torchtune_adaptive.data.samples import Sample
 from torchtune_adaptive.engine import ranks as collectives
 from torchtune_adaptive.engine import snapshot
-from torchtune_adaptive.engine.memory import CudaMemory
 from torchtune_adaptive.engine.oom import release_memory
 from torchtune_adaptive.engine.probes import profile_memory
-from torchtune_adaptive.engine.step import StepRunner
 
 RANKS = 8
 TOKENS = 2048
@@ -85,17 +83,6 @@ def test_steps_of_mixed_lengths_reserve_as_much_as_the_longest_samples(expandabl
         assert torch.cuda.max_memory_reserved() <= 1.01 * longest
 
 
-def run(step: RealStep, runner: StepRunner[Sample], steps: Iterable[list[Sample]]) -> list[int]:
-    """Return the flushes of each step."""
-    memory, flushes = CudaMemory(), []
-    for number, samples in enumerate(steps):
-        before = memory.retries
-        step.optimization.update(runner.run(samples, step=number).target_tokens)
-        step.optimization.optimizers[0].zero_grad(set_to_none=True)
-        flushes.append(memory.retries - before)
-    return flushes
-
-
 @on_null_device()
 def test_measured_token_budget_trains_without_running_out_of_memory() -> None:
     set_memory(MEMORY)
@@ -106,6 +93,8 @@ def test_measured_token_budget_trains_without_running_out_of_memory() -> None:
         runner.use_limit(found.limit)
         release_memory()
         torch.cuda.reset_peak_memory_stats()
-        run(step, runner, mixed(512, steps=2))
+        for number, samples in enumerate(mixed(512, steps=2)):
+            step.optimization.update(runner.run(samples, step=number).target_tokens)
+            step.optimization.optimizers[0].zero_grad(set_to_none=True)
         assert runner.recoveries == 0
         assert torch.cuda.max_memory_reserved() > 0.9 * MEMORY

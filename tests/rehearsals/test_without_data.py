@@ -94,7 +94,7 @@ def test_ranks_that_were_not_compared_have_no_answer(tmp_path: Path) -> None:
 
 def test_recoveries_and_flushes_are_those_of_a_run_on_two_ranks() -> None:
     skip_without_null_device()
-    found, ranks = rehearsed(12, alike=True), trained(12, alike=True)
+    found, ranks = rehearsed(12), trained(12)
     assert len(ranks) == 2
     for rank in ranks:
         assert errors_and_flushes(found) == errors_and_flushes(rank)

@@ -45,34 +45,32 @@ def command(config: Path, *overrides: str) -> list[str]:
 
 
 @contextmanager
-def training(*, alike: bool) -> Iterator[Path]:
-    """Yield a folder with a config whose samples vary in length, and which recovers from out-of-memory errors.
-
-    With `alike`, both ranks have samples of the same lengths, so that neither waits for the other's recovery.
-    """
+def training() -> Iterator[Path]:
+    """Yield a folder with a config that recovers from out-of-memory errors. Its samples vary in length, equally on both
+    ranks, so that neither waits for the other's recovery."""
     drawn, spread = random.Random(0), math.log(LONGEST / MEDIAN) / 3.09
     lengths = [max(1, min(LONGEST, round(MEDIAN * math.exp(spread * drawn.gauss(0, 1))))) for _ in range(DRAWN)]
     with tempfile.TemporaryDirectory() as name:
         overrides = (*SIZES, *RUN, f"adaptive.sequence_length={LONGEST}", "adaptive.memory_limit=null")
         cfg = with_stand_ins(read_config(config_files()["adaptive/demo/full"], overrides), Path(name))
         cfg.dataset.samples *= RANKS
-        cfg.dataset.lengths = [length for length in lengths for _ in range(RANKS if alike else 1)]
+        cfg.dataset.lengths = [length for length in lengths for _ in range(RANKS)]
         OmegaConf.save(cfg, Path(name, "config.yaml"))
         yield Path(name)
 
 
-def rehearsed(steps: int, *, alike: bool) -> RehearsalResult:
+def rehearsed(steps: int) -> RehearsalResult:
     """Rehearse one of the two ranks."""
     settings = RankSettings(ranks=RANKS, steps=steps)
-    with training(alike=alike) as folder, Path(os.devnull).open("w") as nowhere:
+    with training() as folder, Path(os.devnull).open("w") as nowhere:
         return rehearse_once(command(folder / "config.yaml"), GPU, settings, nowhere)
 
 
-def trained(steps: int, *, alike: bool) -> list[RehearsalResult]:
+def trained(steps: int) -> list[RehearsalResult]:
     """Run the config on two ranks that record their steps."""
     overhead_bytes = overhead_of(RANKS)
     usable_bytes = GPU.memory - overhead_bytes
-    with training(alike=alike) as folder:
+    with training() as folder:
         launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(RANKS)]
         rank = ["-m", "tests.rehearsals.two_ranks", str(folder), str(steps + 1), RECIPE]
         subprocess.run(

@@ -1,4 +1,8 @@
-"""Contents of a checkpoint: finite weights, gathered like torchtune's."""
+"""Contents of a checkpoint: finite weights, gathered like torchtune's. Messages about failed saves and loads."""
+
+from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -10,10 +14,13 @@ from torchtune import training
 from torchtune.modules.peft import LoRALinear
 
 from tests.ranks import on_ranks, run_on_ranks
-from torchtune_adaptive.checkpoints import contents
+from torchtune_adaptive.checkpoints import contents, manager
 from torchtune_adaptive.checkpoints.contents import Contents, gather_optimizer_state, gather_weights, weights_are_finite
+from torchtune_adaptive.checkpoints.manager import describe_failure
+from torchtune_adaptive.config.keys import REMEDIES
 from torchtune_adaptive.engine.messages import Listener
 from torchtune_adaptive.engine.ranks import full_tensor
+from torchtune_adaptive.errors import CheckpointError
 
 CPU = torch.device("cpu")
 LORA = {"rank": 2, "alpha": 4.0}
@@ -98,3 +105,33 @@ def test_save_issues_no_collective_that_corrupts_gloos_memory() -> None:
         gather_weights(Contents().sharded(model), CPU)
         gather_optimizer_state(model, optimizer, CPU)
     assert found <= {"c10d::_allgather_base_", "c10d::allgather_", "c10d::gather_"}
+
+
+def test_oom_in_the_first_save_advises_to_start_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.distributed.get_rank", lambda: 0)
+    monkeypatch.setattr(manager.THIS_RUN, "newest_checkpoint", None)
+    message = manager.out_of_memory_in("epoch_0", torch.OutOfMemoryError()).in_words(REMEDIES)
+    advice = "train on more ranks or raise adaptive.memory_limit if it is set"
+    assert message.endswith(f"start over with the same command and resume_from_checkpoint=auto; {advice}")
+    for error in (torch.OutOfMemoryError(), MemoryError()):
+        assert describe_failure(error, tmp_path) == f"out of memory on rank 0: {advice}"
+
+
+@pytest.mark.parametrize(
+    ("found", "out_of_memory"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory"), True),
+        (MemoryError(), True),
+        (ValueError("Unable to load"), False),
+    ],
+)
+def test_loading_error_on_one_rank_is_reported_on_all(
+    monkeypatch: pytest.MonkeyPatch, found: Exception, out_of_memory: bool
+) -> None:
+    gathered: list[Any] = []
+    monkeypatch.setattr("torch.distributed.get_rank", lambda: 1)
+    monkeypatch.setattr(manager, "from_all_ranks", lambda mine: gathered.append(mine) or [(None, False), mine])
+    with pytest.raises(CheckpointError, match="rank 1") as error:
+        manager.load_on_all_ranks(mock.Mock(side_effect=[found]), "the weights")
+    assert len(gathered) == 1
+    assert ("out of memory" in error.value.fact) == out_of_memory

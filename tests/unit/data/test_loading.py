@@ -1,4 +1,4 @@
-"""Datasets too small for a step, and the samples of steps. Runs of recipes have the samples of torchtune's."""
+"""Datasets too small for a step, the samples of steps, and images. Runs of recipes have the samples of torchtune's."""
 
 import random
 import tracemalloc
@@ -12,13 +12,23 @@ import numpy as np
 import pytest
 import torch
 
+from tests.recipes.stock_configs import IMAGE_SIZE
 from tests.unit.data.minimal_config import NEEDED
 from torchtune_adaptive.checkpoints.progress import EpochSizes, Progress
 from torchtune_adaptive.config.keys import Settings
 from torchtune_adaptive.data import loading
-from torchtune_adaptive.data.loading import CheckedDataset, Data, StepLoader, build_step_loader
+from torchtune_adaptive.data.loading import (
+    CheckedDataset,
+    Data,
+    StepLoader,
+    build_step_loader,
+    collate_images,
+    with_equal_tiles,
+)
+from torchtune_adaptive.data.samples import Sample
 from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.loop import training_loop
+from torchtune_adaptive.loop.batch_size import worst_sample
 from torchtune_adaptive.objectives.validation import isolated_random_state
 
 KEYS = {**NEEDED, "batch_size": 2, "gradient_accumulation_steps": 3}
@@ -105,3 +115,43 @@ def test_validation_does_not_change_random_states() -> None:
             inside.append(draw())
     assert inside[0] == inside[1]
     assert draw() == expected
+
+
+TOKENS_PER_TILE = (IMAGE_SIZE // 14) ** 2 + 1
+
+
+def sample_of(length: int, *tiles: int) -> Sample:
+    """Return a sample with images of these numbers of tiles, each of which has a token."""
+    draw = torch.Generator().manual_seed(length)
+    masks = [torch.zeros(length, number * TOKENS_PER_TILE, dtype=torch.bool) for number in tiles]
+    for at, mask in enumerate(masks):
+        mask[at + 1 :] = True
+    return {
+        "tokens": torch.randint(200, (length,), generator=draw).tolist(),
+        "labels": [*range(length)],
+        "encoder_input": {
+            "images": [torch.rand(number, 3, IMAGE_SIZE, IMAGE_SIZE, generator=draw) for number in tiles],
+            "aspect_ratio": [torch.tensor([1, number]) for number in tiles],
+        },
+        "encoder_mask": masks,
+    }
+
+
+SAMPLES = [sample_of(9, 1), sample_of(5, 3), sample_of(12, 2, 1), sample_of(7, 1)]
+
+
+def test_tokens_attend_to_their_own_images() -> None:
+    collated: Any = collate_images(with_equal_tiles(SAMPLES[1:3], 2), padding_idx=0, ignore_idx=-100)
+    masks = collated["encoder_mask"].unflatten(2, (2, 3, TOKENS_PER_TILE))
+    assert masks[0, 1:5, 0].all()
+    assert not masks[0, 0].any()
+    assert not masks[0, :, 1].any(), "the first sample has one image"
+    assert masks[1, 1:, 0, :2].all()
+    assert masks[1, 2:, 1, :1].all()
+    assert int(masks[1].sum()) == TOKENS_PER_TILE * (11 * 2 + 10)
+
+
+def test_search_with_images_is_refused() -> None:
+    data: Any = SimpleNamespace(dataset=SAMPLES)
+    with pytest.raises(ConfigError, match="images"):
+        worst_sample(data, None)
