@@ -89,10 +89,10 @@ class StepTime(NamedTuple):
     """The resource that determines the duration."""
 
     @property
-    def range(self) -> tuple[float, float]:
-        """Return the shortest and the longest time that a measurement should give."""
+    def range(self) -> tuple[float, float] | None:
+        """Return the shortest and the longest time that a measurement should give; None if the host decides it."""
         low, high = UNCERTAINTY
-        return self.seconds * low, self.seconds * high
+        return None if self.limit == LAUNCHES else (self.seconds * low, self.seconds * high)
 
     def as_dict(self) -> dict[str, Any]:
         """Return the estimate for JSON."""
@@ -126,8 +126,8 @@ def estimate(work: Work, rates: Rates) -> StepTime:
 
 def time_lines(time: StepTime, work: Work, gpu: str, ranks: int) -> list[str]:
     """Return the lines of a report about the time of a step."""
-    low, high = map(seconds_text, time.range)
-    lines = {f"time per step on {gpu}": f"{seconds_text(time.seconds)} (estimated: {low} to {high})"}
+    span = f"estimated: {' to '.join(map(seconds_text, time.range))}" if time.range else "or more: the host limits it"
+    lines = {f"time per step on {gpu}": f"{seconds_text(time.seconds)} ({span})"}
     unit, count = ("tokens", work.tokens) if work.tokens else ("samples", work.samples)
     if count:
         each = count / work.ranks_per_sample / time.seconds

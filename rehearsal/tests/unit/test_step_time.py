@@ -27,6 +27,7 @@ from gpu_rehearsal.report.step_time import (
     Transfer,
     Work,
     estimate,
+    time_lines,
 )
 from gpu_rehearsal.sweep import SweepRow, as_table, compare, largest, range_in
 
@@ -55,8 +56,11 @@ def gather(size: int, *, ranks: int = 8, per_machine: int = 8, hidden: bool = Fa
     ],
     ids=["compute", "bandwidth", "awaited communication", "hidden communication", "copies", "launches"],
 )
-def test_limit_is_the_largest_part(given: Work, limit: str) -> None:
-    assert estimate(given, H100).limit == limit
+def test_limit_is_the_largest_part_and_a_step_that_the_host_limits_has_no_range(given: Work, limit: str) -> None:
+    found = estimate(given, H100)
+    assert found.limit == limit
+    assert (found.range is None) == (limit == LAUNCHES)
+    assert ("or more: the host limits it" in time_lines(found, given, "h100", 1)[0]) == (limit == LAUNCHES)
 
 
 def test_matmul_takes_the_time_of_its_flops_at_the_rate_of_its_type() -> None:
