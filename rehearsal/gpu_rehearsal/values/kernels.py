@@ -21,7 +21,8 @@ _OVERWRITE = {"fill_", "zero_", "copy_", "_foreach_zero_", "_foreach_copy_"}
 _COMPOSITE = "aten::copy_", "aten::isinf", "aten::isfinite"
 """Operations that have no CUDA kernel of their own, and are intercepted nevertheless."""
 _OF_NUMBERS = {"pow.Tensor_Tensor_out"}
-"""Operations that torch calls with a number on the device, which a kernel in Python cannot receive."""
+"""Operations that torch calls with a number on the device, which a kernel in Python cannot receive. Their callers,
+such as `pow.Scalar`, are replaced."""
 _NUMBERS = bool, int, float, complex
 
 
@@ -68,6 +69,7 @@ class Kernels:
         """Wrap a kernel: compute its results if the inputs are known, and forget what it changes if they are not."""
         arguments, known = operation._schema.arguments, self.known
         tensors = [at for at, each in enumerate(arguments) if str(each.type) == "Tensor" and not each.kwarg_only]
+        first_at = next((at for at, each in enumerate(arguments) if "Tensor" in str(each.type)), len(arguments))
         changes = [(at, each.name) for at, each in enumerate(arguments) if each.alias_info and each.alias_info.is_write]
         overwrites = operation._schema.name.partition("::")[2] in _OVERWRITE
         written = {name for at, name in changes if arguments[at].is_out or (overwrites and at == changes[0][0])}
@@ -81,7 +83,7 @@ class Kernels:
             try:
                 skip = False
                 if not changes:
-                    first = args[0] if args else None
+                    first = args[first_at] if first_at < len(args) else None
                     first = first[0] if first.__class__ is list and first else first
                     skip = not isinstance(first, torch.Tensor) or is_large(first) or not known.has(first)
                     if skip and rule is None:
