@@ -32,12 +32,18 @@ def rehearse_with_values(
         alone = _rehearse(settings._replace(ranks=ranks, together=None, rank=0, steps=1), command, gpu, quiet=True)
         chosen = representatives(alone.groups, ranks)
         settings = settings._replace(together=chosen, rank=chosen[-1])
-    found = _rehearse(settings._replace(ranks=ranks), command, gpu, quiet=quiet)
+    settings = settings._replace(ranks=ranks)
+    found = _rehearse(settings._replace(follows=True), command, gpu, quiet=quiet)
+    raised = "raised" in str(found.hang) if found.hang else found.status > 0
+    if found.fits is None and found.places_read and raised and not found.interrupted:
+        if not quiet:
+            print("rehearse: perhaps a function needs a float of Python: once more, with such", file=sys.stderr)
+        found = _rehearse(settings, command, gpu, quiet=quiet)
     checks = found.end.get("checks_for_nan")
-    if not found.fits or not (found.places_read or checks):
+    if not found.fits or not (found.decisions or checks):
         return found
     if once:
-        return replace(found, untried=found.places_read)
+        return replace(found, untried=found.decisions)
     if not quiet:
         print("rehearse: the script reads computed values: once more, with random ones", file=sys.stderr)
     spent, ends, interrupted = [found.cpu_s], list[str](), False
@@ -61,7 +67,7 @@ def rehearse_with_values(
         return other if _compare(other, found) else None
 
     others: dict[str, RehearsalResult] = {}
-    while found.places_read and len(spent) <= MOST_RANDOM and (other := differing([*others])):
+    while found.decisions and len(spent) <= MOST_RANDOM and (other := differing([*others])):
         suspects = [each for each in _reads_before_difference(found, other) if each not in others]
         while _compare(other, found) > 0 and len(suspects) > 1 and len(spent) <= MOST_RANDOM:
             recent, earlier = suspects[: len(suspects) // 2], suspects[len(suspects) // 2 :]
@@ -76,7 +82,7 @@ def rehearse_with_values(
         place = next(iter(_reads_before_difference(found, other)), "an unknown line")
         others[place if place in others else NOT_FINITE + place] = other
     if interrupted:
-        return replace(found, interrupted=True, untried=found.places_read)
+        return replace(found, interrupted=True, untried=found.decisions)
     apart = _hang_of_one(found, differing) if len(found.rank_peaks) > 1 else {}
     found = _merged(found, others)
     return replace(found, cpu_s=sum(spent), ended_by=next(iter(ends), ""), hang_of_one=apart)
@@ -124,10 +130,12 @@ def _has_higher_peak(found: RehearsalResult, other: RehearsalResult, of: str = "
 
 
 def _reads_before_difference(found: RehearsalResult, other: RehearsalResult) -> list[str]:
-    """Return the places that have read values before another rehearsal differed from this one, the last first."""
+    """Return the places that have read values before another rehearsal differed from this one: those that
+    may decide something first, in each case the last first."""
     pairs = zip(found.reads, other.reads, strict=False)
     same = [mine["at"] for mine, _ in takewhile(lambda pair: pair[0] == pair[1], pairs)]
-    return [at for at in dict.fromkeys(reversed(same)) if at not in (END_OF_STEP, END)]
+    places = [at for at in dict.fromkeys(reversed(same)) if at not in (END_OF_STEP, END)]
+    return sorted(places, key=lambda at: at not in found.decisions)
 
 
 def _merged(found: RehearsalResult, others: Mapping[str, RehearsalResult]) -> RehearsalResult:

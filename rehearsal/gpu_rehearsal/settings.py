@@ -50,6 +50,8 @@ class RankSettings(NamedTuple):
     """The only rank whose unknown values are random."""
     not_finite: bool = False
     """True: unknown floats are NaN."""
+    follows: bool = False
+    """True: find out whether the numbers that the script reads decide anything."""
     timeout: float | None = None
     """The seconds after which the process is killed."""
     without_data: bool = False

@@ -83,6 +83,18 @@ def test_steps_that_reach_a_batch_depend_on_the_batches_of_a_step(pattern: str, 
     assert (answer.status, answer.found["later_batch"]["steps"]) == (0, steps), answer.printed
 
 
+@pytest.mark.parametrize(("growth", "expected"), [(2, {"first": 128, "last": 512}), (1.05, {})])
+def test_batches_that_grow_in_each_epoch_are_reported(
+    growth: float, expected: dict[str, int], rehearse: Rehearse
+) -> None:
+    epochs = (
+        f"(batch for epoch in range(9) for batch in DataLoader(torch.zeros(8, int(64 * {growth}**epoch)).long(), 2))"
+    )
+    found = rehearse(script(epochs), status=0).found
+    assert found["later_batch"] == expected
+    assert ("batches grow each time that the data starts again (128 to 512" in found["verdict"]) == bool(expected)
+
+
 @pytest.mark.parametrize("after", ["an error", "the end", "a wait"])
 def test_data_without_a_larger_batch_is_no_remark_and_no_error(after: str, rehearse: Rehearse) -> None:
     """Also if the data fails or never comes, which ends only the look."""

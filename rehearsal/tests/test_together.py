@@ -200,3 +200,25 @@ MANY = """
 def test_20_ranks_run_together_after_they_have_shared_imports(rehearse: Rehearse) -> None:
     answer = rehearse(MANY, "--ranks", "20", "--together", "--steps", "0", status=3)
     assert answer.found["verdict"] == "hangs: ranks 0 to 12, 14 to 19 wait for rank 13 at train.py:19"
+
+
+def test_rank_that_takes_no_step_because_another_did_not_run_has_no_answer(rehearse: Rehearse) -> None:
+    script = """
+    import torch, torch.distributed as dist
+
+    dist.init_process_group("nccl")
+    rank = dist.get_rank()
+    torch.cuda.set_device(rank)
+    model = torch.nn.Linear(1024, 1024).cuda()
+    optimizer = torch.optim.AdamW(model.parameters())
+    for _ in range(2):
+        model(torch.zeros(8, 1024, device="cuda")).sum().backward()
+        go = torch.tensor([rank == 0]).cuda()
+        dist.broadcast(go, 0)
+        if go.item():
+            optimizer.step()
+    """
+    for ranks, fits in ("3,7", None), ("0,3", None), ("", True):
+        options = ("--together", *[ranks] * bool(ranks))
+        found = rehearse(script, "--ranks", "8", *options).found
+        assert (found["fits"], "that rank to --together" in found["verdict"]) == (fits, fits is None), found["verdict"]

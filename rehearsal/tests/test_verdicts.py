@@ -171,7 +171,8 @@ INTERRUPTED_AGAIN = """
         loss = model(torch.zeros(8, 1024, device="cuda")).sum()
         loss.backward()
         optimizer.step()
-        print(loss.item())
+        if loss.item() > 1:
+            print('high')
     if not first:
         parent = open(f"/proc/{os.getppid()}/stat").read().split()[3]  # of the process that imports torch
         os.kill(int(parent), signal.SIGINT)

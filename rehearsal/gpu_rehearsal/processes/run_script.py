@@ -127,6 +127,7 @@ def main(
     guesses, values.skew = values.guesses, settings.skew
     guesses.kept, guesses.fixed, guesses.not_finite = settings.kept, settings.fixed, settings.not_finite
     guesses.on_read, guesses.on_routing = recorder.has_read, recorder.routes
+    guesses.on_decision, guesses.follows = recorder.has_decided, settings.follows
     values.alone = settings.together is None
     fake_ranks.on_group = lambda members: recorder.write("group", {"ranks": [*members]})
     fake_ranks.begin(settings.rank, settings.ranks, start_ranks, folder / "store")

@@ -64,6 +64,7 @@ class StepRecorder:
         """The peaks of all steps and of the time after the last one."""
         self._searching = False
         self._reads = 0
+        self._decisions = set[str]()
         self._optimizers = WeakSet[torch.optim.Optimizer]()
         self._have_stepped = set[WeakIdRef]()
         self._traced: int | None = None
@@ -243,6 +244,13 @@ class StepRecorder:
         self._reads += 1
         if self._reads < MOST_READS or not place[-1].isdecimal():
             self.write("read", {"at": place, "total_bytes": _total_bytes(), "is_check": is_check})
+
+    def has_decided(self, place: str) -> None:
+        """Record that an unknown value that is read at this place may decide something, also in a forked process."""
+        if place not in self._decisions:
+            self._decisions.add(place)
+            with suppress(OSError):
+                self._file.write(json.dumps({"kind": "decision", "place": place}) + "\n")
 
     def routes(self, place: str) -> None:
         """Record that the script counts the tokens of experts at this place."""

@@ -58,6 +58,8 @@ class Record:
     reads: list[dict[str, Any]] = field(default_factory=list)
     """The places where the script has read guessed values, or checked for NaN or infinity, and the bytes that it had
     allocated in total (`at`, `total_bytes`, `is_check`)."""
+    decisions: list[str] = field(default_factory=list)
+    """The places of guessed values that may decide something, on any rank: the script does not only show them."""
     routing: list[str] = field(default_factory=list)
     """Places that count the tokens of experts, which are spread evenly."""
     child: str = ""
@@ -93,12 +95,15 @@ class Record:
     """The last place that was read, if rehearsals with other values took more steps."""
     is_repeatable: bool = True
     """False if another rehearsal with the same values has allocated other memory."""
+    idle_ranks: list[int] = field(default_factory=list)
+    """The ranks that took no step, although they have an optimizer."""
     collectives: int | None = None
     """Calls that the ranks have made together; None if one rank ran."""
     held: dict[str, Any] = field(default_factory=dict)
     """The bytes of each kind after the first update: held_bytes; empty if no optimizer took a step."""
     later_batch: dict[str, Any] = field(default_factory=dict)
-    """A batch after the rehearsed steps that is larger: batch, elements, rehearsed, steps; empty if none is."""
+    """A batch after the rehearsed steps that is larger: batch, elements, rehearsed, steps. If none is, but the largest
+    batch of each epoch is larger than that of the one before: its elements in the `first` and the `last`."""
     largest: int | None = None
     """The largest value of the range in the command that fits; 0 if none does; None without a range or an answer."""
     out_of_reduced: dict[str, Any] = field(default_factory=dict)
@@ -125,6 +130,7 @@ class Record:
             errors=found["out_of_memory"],
             end=dict(*found["end"][:1]),
             reads=found["read"],
+            decisions=[each["place"] for each in found["decision"]],
             routing=[*dict.fromkeys(each["place"] for each in found["routing"])],
             child="".join(each["command"] for each in found["child"][:1]),
             # without data, answers end at once, so the time of a step is unknown
@@ -152,7 +158,9 @@ class Record:
         failed = [each for each in results if each.out_of_memory]
         failed = failed or [each for each in results if each.end.get("error") or not each.end]
         fullest = max(results, key=lambda each: (each.run_peaks["reserved_bytes"], -each.rank))
-        return replace((failed or [fullest])[0], rank_peaks=peaks)
+        decisions = [*dict.fromkeys(place for each in results for place in each.decisions)]
+        idle = sorted(each.rank for each in results if each.end.get("idle") and not each.steps)
+        return replace((failed or [fullest])[0], rank_peaks=peaks, decisions=decisions, idle_ranks=idle)
 
     @property
     def out_of_memory(self) -> dict[str, Any] | None:

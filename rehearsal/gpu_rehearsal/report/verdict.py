@@ -7,13 +7,15 @@ import signal
 from collections import defaultdict
 from enum import Enum, auto
 
-from gpu_rehearsal.formatting import count_of
+from gpu_rehearsal.formatting import count_of, ranks_named
 from gpu_rehearsal.hangs import explain
 from gpu_rehearsal.report.record import END, GIB, NOT_FINITE, USUAL, Record
 
 SHOWN_PLACES = 3
 ENDLESS = 16
 """A place that was read this many times without another seems to be the condition of an endless loop."""
+ENOUGH_STEPS = 100
+"""An optimizer that has taken none of this many steps is not used."""
 MUCH_LESS = 0.8
 """The verdict also names values with which the peak is less than this share."""
 _HINTS = {
@@ -26,6 +28,7 @@ _HINTS = {
     "for example in vLLM with VLLM_USE_FLASHINFER_SAMPLER=0",
 }
 """Explanations of a script's errors in a rehearsal, by pattern."""
+GROWING = "; batches grow each time that the data starts again ({first:,} to {last:,} elements): try --steps 0"
 LARGER = "; batch {batch} has {elements:,} elements, earlier ones at most {rehearsed:,} (--steps {steps} rehearses it)"
 
 
@@ -47,6 +50,8 @@ class Outcome(Enum):
     SECOND_STEP_TOO_LARGE = auto()
     IDLE_OPTIMIZER = auto()
     """The rehearsal was stopped before an optimizer took its first step."""
+    IDLE_RANK = auto()
+    """A rank took no step, perhaps because of a value that a rank that did not run has sent."""
     DEPENDS = auto()
     """The script fits, but not with other values of the GPU."""
     UNUSED = auto()
@@ -55,7 +60,7 @@ class Outcome(Enum):
 
 def outcome(found: Record) -> Outcome:
     """Return how the rehearsal has ended: the first of these conditions that applies."""
-    error = found.unresolved_oom
+    error, idle = found.unresolved_oom, bool(found.end.get("idle"))
     conditions = {
         Outcome.OUT_OF_MEMORY: found.out_of_memory is not None,
         Outcome.INTERRUPTED: found.interrupted,
@@ -66,7 +71,8 @@ def outcome(found: Record) -> Outcome:
         Outcome.FAILED: found.status > 0,
         Outcome.UNREPORTED_OOM: error is not None and not error["in_search"],  # a search causes them on purpose
         Outcome.SECOND_STEP_TOO_LARGE: found.second_step_bytes > found.usable_bytes,
-        Outcome.IDLE_OPTIMIZER: bool(found.end.get("idle") and found.end.get("stopped")),
+        Outcome.IDLE_OPTIMIZER: idle and bool(found.end.get("stopped")) and len(found.steps) < ENOUGH_STEPS,
+        Outcome.IDLE_RANK: bool(found.idle_ranks) and 1 < len(found.rank_peaks) < found.ranks,
         Outcome.DEPENDS: bool(found.too_large),
         Outcome.UNUSED: not any(each["reserved_bytes"] for each in found.all_peaks),
     }
@@ -120,6 +126,11 @@ def verdict(found: Record) -> str:
         case Outcome.IDLE_OPTIMIZER:
             after = count_of(len(found.steps), "step")
             why = f"an optimizer took no step in {after}, so its state and its gradients are missing: raise --steps"
+        case Outcome.IDLE_RANK:
+            why = (
+                f"no optimizer took a step on {ranks_named(found.idle_ranks)}: if a value of a rank that did not run "
+                "decides this, add that rank to --together"
+            )
         case Outcome.DEPENDS:
             why = (
                 f"fits with {_most_reserved(found)}, but runs out of memory with {values_at(found.too_large)}: "
@@ -146,7 +157,7 @@ def _guessed(found: Record) -> str:
     ends = f"{gib(min(peaks))} to {gib(max(peaks))} GiB, " * (len(peaks) > 1)
     return f"; memory depends on a guessed value at {shortened(places)} ({ends}see below)" * bool(
         places
-    ) + f"; the script failed with other values at {shortened(failed)} (see below)" * bool(failed)
+    ) + f"; other values at {shortened(failed)} end in an error, so they were not tried (see below)" * bool(failed)
 
 
 def _out_of_memory_text(found: Record) -> str:
@@ -194,7 +205,8 @@ def _remarks(found: Record) -> str:
         f"; the cache is flushed in {flushing} of {steps}": flushing,
         f"; the cache is never flushed{f' ({steps})' * (not found.end.get('stopped'))}": found.steps and not flushing,
         f"; the script recovered from {errors}": found.steps and found.caught,
-        LARGER.format_map(defaultdict(int, found.later_batch)): found.later_batch,
+        LARGER.format_map(defaultdict(int, found.later_batch)): "batch" in found.later_batch,
+        GROWING.format_map(defaultdict(int, found.later_batch)): "first" in found.later_batch,
         _guessed(found): True,
         f"; other values were not tried at {shortened(found.untried)}": found.untried,
         "; hangs if one rank alone reads other values, unless they are all-reduced (see below)": found.hang_of_one,

@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from gpu_rehearsal.recording.calls import record_fake
 from gpu_rehearsal.report.record import NEEDS_OTHERS
+from gpu_rehearsal.values.followed import KINDS
 from gpu_rehearsal.values.guesses import Guesses
 from gpu_rehearsal.values.kernels import Kernel, Kernels
 from gpu_rehearsal.values.known import LARGE, Known, is_large, on_host
@@ -71,8 +72,8 @@ class DeviceValues:
             kernels.replace(name, self._with_dynamic_size(attrgetter(name)(torch.ops.aten)))
         tensors: Any = torch.Tensor
         events: Any = torch.cuda.Event
-        tensors.item, elapsed = self.guesses.compare_randomly(tensors.item), events.elapsed_time
-        torch.serialization.add_safe_globals([float, int])  # as which random numbers are pickled
+        tensors.item, elapsed = self.guesses.follow(tensors.item), events.elapsed_time
+        torch.serialization.add_safe_globals([float, int, *KINDS])  # which are pickled
         events.elapsed_time = lambda event, end: self.guesses.duration(elapsed(event, end))
         self._carry_messages()
 
@@ -140,7 +141,8 @@ class DeviceValues:
             if source.is_floating_point() and source.numel() >= LARGE:
                 source.data.zero_()  # it may contain integers of an earlier tensor, which are not valid floats
             kernel(keys, to, source, *args)
-            if to.numel() < LARGE and not self.known.has(source) and source.dtype is not torch.uint8:
+            small = to.numel() < LARGE or source.dtype is torch.bool
+            if small and not self.known.has(source) and source.dtype is not torch.uint8:
                 bounds = self.known.bounds(source)  # pickled objects travel as bytes
                 usual = source.dtype is torch.bool and source.numel() > 1
                 self.guesses.values(to, usual, bounds)
@@ -190,7 +192,9 @@ class DeviceValues:
         """Select all elements of an unknown mask, because this needs the most memory."""
         if not self.known.has(mask):
             if mask.numel() >= LARGE:
-                return torch.empty((mask.numel(), mask.ndim), dtype=torch.long, device=mask.device)
+                return torch.empty(
+                    (self.guesses.selected(mask.numel()), mask.ndim), dtype=torch.long, device=mask.device
+                )
             selected = torch.ones(mask.shape, dtype=torch.bool, device="cpu")
             self.guesses.values(selected, True)
             self._kernels.write([mask], [selected])  # the backward must select the same elements

@@ -14,7 +14,7 @@ import random
 import re
 import sys
 import threading
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from pathlib import Path
@@ -26,6 +26,7 @@ import torch
 
 from gpu_rehearsal.adapters import folders_with_adapters
 from gpu_rehearsal.hangs.explain import nodes_of
+from gpu_rehearsal.values.followed import follow, followed, is_shown
 from gpu_rehearsal.values.known import Bounds
 
 _PACKAGE = str(Path(__file__).parents[1]) + os.sep
@@ -35,6 +36,7 @@ _MOST = 2**24
 MOST_ITERATIONS = 4096
 """A guessed condition ends no loop until it was read this many times."""
 _NO_PLACE = re.compile(f"{re.escape(_TORCH)}|{re.escape(_PACKAGE)}|<|.*/torchinductor_")
+_LBFGS = f"{_TORCH}optim/lbfgs.py"
 _NOT_DRAWN = {"_maybe_opt_step", "has_overflow", "add_node_replacement"}
 """Functions that read whether gradients are finite, or a constant to compile."""
 _COLLECTIVES = r"torch/distributed/(distributed_c10d|c10d_logger)\.py$"
@@ -48,25 +50,37 @@ class Guesses:
         """Values are random, except at these places (`file:line`); None: all are the usual ones. They depend only on
         the text of the line and on how often it was reached."""
         self.fixed: Mapping[str, float] = {}
-        """The values that the user states, by place."""
+        """The values that the user states, by place. Further rehearsals use them only if one expression reads them."""
         self.not_finite = False
         """True: most floats are NaN, and checks for NaN and infinity find them."""
         self.decides_apart = False
         """True: conditions that end an iteration or a function are random, too, as on no other rank."""
         self.on_read: Callable[[str, bool], object] = lambda place, is_check: None
         """Called with each place that reads an unknown value, and whether it checks for NaN or infinity."""
+        self.on_decision: Callable[[str], object] = lambda place: None
+        """Called with the place of each unknown value that may decide something, and not only be shown."""
+        self.follows = False
+        """True: numbers from `item()` are followed, and decide nothing until the script compares or converts them."""
         self.on_routing: Callable[[str], object] = lambda place: None
         """Called with each place that counts the tokens of experts."""
         self._times = Counter[str]()
+        self._readers = defaultdict[str, set[tuple[object, int]]](set)
+        """By place: the instructions that read values."""
+        self._is_item, self._item = False, ""
+        """True while `item()` reads a number; its place, if it is unknown."""
         self._drawn: tuple[random.Random, int] | None = None
         """The source of the last number, if it was random, and how often its place was read."""
 
     def number(self, bounds: Bounds | None = None) -> float:
         """Return an unknown float."""
-        if caller().f_code.co_name == "_get_value":  # on the device after a state was loaded; optimizers divide by it
+        reader = caller()
+        if reader.f_code.co_name == "_get_value":  # on the device after a state was loaded; optimizers divide by it
             return 1.0
+        if reader.f_code.co_filename == _LBFGS:  # which ends a step if the loss stays the same
+            self._times[_LBFGS] += 1
+            return -float(self._times[_LBFGS])
         place, chance = self._read()
-        if place in self.fixed:
+        if place in self.fixed and not chance:
             return self.fixed[place]
         if chance:
             self._drawn = chance, self._times[place]
@@ -74,15 +88,29 @@ class Guesses:
             return _within(bounds, *self._drawn, found) if bounds else found
         return math.nan if self._is_nan(place) else _nearest(bounds, 0.0)
 
-    def compare_randomly(self, read: Callable[[torch.Tensor], Any]) -> Callable[[torch.Tensor], Any]:
-        """Wrap a function that reads a number: if this is random, so are the results of comparing it."""
+    def follow(self, read: Callable[[torch.Tensor], Any]) -> Callable[[torch.Tensor], Any]:
+        """Wrap a function that reads a number. If this is random, so are the results of comparing it. Otherwise, note
+        whether it decides something."""
 
         def item(tensor: torch.Tensor) -> Any:
-            self._drawn = None
-            found = read(tensor)
+            self._drawn, self._item, self._is_item = None, "", True
+            try:
+                found = read(tensor)
+            finally:
+                self._is_item = False
+            found = followed(found, self._item) if self._item else found
             return _random_number(found, partial(_compare, self.decides_apart, *self._drawn)) if self._drawn else found
 
+        follow(self._decides)
         return item
+
+    def _decides(self, place: str, result: object = None) -> None:
+        """Note that a followed number decides something, unless this result only avoids an error or is only shown."""
+        if is_shown(reader := caller()):
+            return
+        _, continues, only_raises = _condition_of(reader)
+        if not (only_raises and result is continues):
+            self.on_decision(place)
 
     def duration(self, usual: float) -> float:
         """Return an unknown time between two events, except to an autotuner. Of two, the second is shorter."""
@@ -114,6 +142,8 @@ class Guesses:
         """
         reader = caller()
         _, continues, only_raises = _condition_of(reader)
+        if reader.f_code.co_filename == _LBFGS:  # needs the most memory if it goes on and keeps each direction
+            return continues is not False
         if only_raises:
             return usual if continues is None else continues
         if continues is not None and not self.decides_apart and not reader.f_code.co_filename.startswith(_TORCH):
@@ -135,7 +165,7 @@ class Guesses:
     def values(self, tensor: torch.Tensor, usual: bool, bounds: Bounds | None = None) -> None:
         """Fill a tensor on the host with unknown values."""
         place, chance = self._read()
-        if place in self.fixed:
+        if place in self.fixed and not chance:
             tensor.fill_(self.fixed[place])
         elif chance is None:
             tensor.fill_(math.nan if self._is_nan(place) and tensor.is_floating_point() else _nearest(bounds, usual))
@@ -164,6 +194,10 @@ class Guesses:
         """Return the value that the user states for this place."""
         return self.fixed.get(place_of(caller()))
 
+    def selected(self, size: int) -> int:
+        """Return how many elements a mask of this size selects, if it is too large to choose which."""
+        return int(self._choose(size, lambda chance, _: chance.randrange(size)))
+
     def offset(self, size: int) -> int:
         """Return by how much to rotate indices below `size` that a kernel would have selected."""
         return int(self._choose(0, lambda chance, _: chance.randrange(size)))
@@ -176,7 +210,7 @@ class Guesses:
     def _choose(self, usual: float, draw: Callable[[random.Random, int], float]) -> float:
         """Report a read, and return the value that the user states, a random one or the usual one."""
         place, chance = self._read()
-        if place in self.fixed:
+        if place in self.fixed and not chance:
             return self.fixed[place]
         return usual if chance is None else draw(chance, self._times[place])
 
@@ -191,7 +225,14 @@ class Guesses:
             return "", None
         self.on_read(place, is_check)
         self._times[place] += 1
-        if self.kept is None or place in self.kept:
+        readers = self._readers[place]
+        readers.add((reader.f_code, reader.f_lasti))
+        is_stated = place in self.fixed and len(readers) == 1
+        if self._is_item and self.follows and not is_stated:
+            self._item = place
+        elif not is_check and not is_stated and not is_shown(reader):
+            self.on_decision(place)
+        if self.kept is None or place in self.kept or is_stated:
             return place, None
         file, _, line = place.rpartition(":")  # with another number, the line reads the same values
         return place, random.Random(f"{linecache.getline(file, int(line))} {self._times[place]}")
@@ -206,8 +247,10 @@ def _random_float(chance: random.Random, times: int) -> float:
 
 
 def _random_condition(chance: random.Random, times: int) -> bool:
-    """Return mostly True four times, then mostly False: conditions of successive steps often have the same result."""
-    return times == 1 or chance.random() < (0.1 if (times - 1) // 4 % 2 else 0.9)
+    """Return mostly True four times, then mostly False, because conditions of successive steps often have the same
+    result. Then do the same 32 times each, because shares of many results may decide."""
+    is_late = (times - 9) // 32 % 2 if times > 8 else times > 4
+    return times == 1 or chance.random() < (0.1 if is_late else 0.9)
 
 
 def _compare(apart: bool, chance: random.Random, times: int, usual: bool) -> bool:
