@@ -21,7 +21,7 @@ class AdaptiveArguments:
 
     def changed(self, **arguments: Any) -> Self:
         """Return a copy with these arguments of `adaptive()`. Raise ConfigError for unknown ones."""
-        names = [each.name for each in fields(self)]
+        names = [each.name for each in fields(self) if each.init]
         if unknown := arguments.keys() - set(names):
             raise ConfigError(f"adaptive() got an unknown argument {sorted(unknown)[0]!r}; allowed: {', '.join(names)}")
         return replace(self, **arguments)

@@ -264,6 +264,8 @@ def test_counts_and_comparisons_of_host_values_are_known(rehearse: Rehearse) -> 
             assert labels[:, 0].tolist() == labels.t()[0].cpu().tolist() == [0, 10, 20, 30]
             assert lengths[lengths > 2].shape == (2,)
             assert ((lengths > 2) & (lengths < 5)).nonzero().tolist() == [[0]]
+            assert not torch.equal(lengths, lengths.flip(0))
+            assert torch.corrcoef(torch.stack([lengths, -lengths]).float())[0, 1].item() < -0.99
             lengths.remainder_(4)
             assert lengths.tolist() == [3, 1, 2]
             assert (2**lengths).tolist() == [8, 2, 4]

@@ -14,10 +14,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from itertools import chain
-from typing import Annotated, Any
+from typing import Any
 
 import torch
-import tyro
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torchtitan.components.loss import IGNORE_INDEX
@@ -64,7 +63,7 @@ REMEDIES_AS_FLAGS = {
 class TitanArguments(AdaptiveArguments):
     """Arguments of `adaptive`, and flags `--adaptive...` of the command line."""
 
-    token_budget: Annotated[None, tyro.conf.Suppress] = None  # all rows have the same number of tokens
+    token_budget: None = field(default=None, init=False)  # all rows have the same number of tokens
 
 
 class AdaptiveTrainer(Trainer):
@@ -87,6 +86,8 @@ class AdaptiveTrainer(Trainer):
         had_graphs = not config.training.disable_cuda_graphs
         config.training = replace(config.training, disable_cuda_graphs=True)
         super().__init__(config)
+        if config.adaptive.searches and config.adaptive.memory_limit is None and self.device.type == "cpu":
+            raise ConfigError(f"a CPU has no memory limit to search within; {REMEDIES_AS_FLAGS[Remedy.CAP_MEMORY]}")
         self._batches_per_step, self._searched = self.gradient_accumulation_steps, not config.adaptive.searches
         self._memory: MemorySource | None = None
         self._batch: tuple[dict[str, Tensor], Tensor, Tensor] | None = None
@@ -123,6 +124,10 @@ class AdaptiveTrainer(Trainer):
         self.metrics_processor.log = partial(self._log, self.metrics_processor.log)
         if had_graphs and self.device.type == "cuda" and rank() == 0:
             logger.info("CUDA graphs are off: a graph cannot run a smaller microbatch after an out-of-memory error")
+        if recovery.enabled and rank() == 0:
+            logger.info(
+                "steps recover from out-of-memory errors: at most %d rows in a microbatch", self.runner.limit.size
+            )
 
     def _refuse(self, reason: str) -> None:
         """Continue with torchtitan's own steps."""
@@ -139,7 +144,10 @@ class AdaptiveTrainer(Trainer):
         except CheckpointException as error:
             if f"{STATE}." not in str(error):
                 raise
-            load({name: state for name, state in states.items() if name != STATE}, **options)
+            states = {name: state for name, state in states.items() if name != STATE}
+            load(states, **options)
+        if STATE in states and rank() == 0:
+            logger.info("the checkpoint limits microbatches to %d rows", states[STATE].limit.size)
 
     def _log(self, log: Any, *args: Any, extra_metrics: dict[str, Any] | None = None, **kwargs: Any) -> None:
         if self.runner is not None:
@@ -241,9 +249,8 @@ class AdaptiveTrainer(Trainer):
 
     def _search(self, rows: int) -> None:
         """Collective: search for the largest microbatch. `rows` are those of a step of this rank."""
-        if self._memory is None:
-            raise ConfigError("a CPU has no memory limit to search within", Remedy.CAP_MEMORY)
         assert self.runner is not None
+        assert self._memory is not None
         optimizers = [*self.optimizers]
         step = TrainingStep(
             runner=self.runner, sample=0, update=lambda _: self.optimizers.step(), optimizers=optimizers

@@ -65,6 +65,7 @@ class DeviceValues:
             }
         )  # fmt: skip
         kernels.replace("_local_scalar_dense", self._number)
+        kernels.replace("equal", lambda a, b: a.shape == b.shape and torch.eq(a, b).all().item())
         kernels.replace("nonzero", self._nonzero)
         kernels.replace("masked_select", self._masked_select)
         kernels.replace("_coalesce", _coalesce, "SparseCUDA")
