@@ -217,6 +217,38 @@ def test_steps_that_cannot_be_split_run_without_recovery_and_the_log_says_why(
         assert any("without recovery" in line and reason in line for line in lines)
 
 
+class OwnStep(AdaptiveTrainer):
+    @dataclass(kw_only=True, slots=True)
+    class Config(AdaptiveTrainer.Config):
+        pass
+
+    def train_step(self, data_iterator: Any) -> None:
+        Trainer.train_step(self, data_iterator)
+
+
+class OwnPass(AdaptiveTrainer):
+    @dataclass(kw_only=True, slots=True)
+    class Config(AdaptiveTrainer.Config):
+        pass
+
+    def forward_backward_step(self, **batch: Any) -> Any:
+        return self._forward_backward(*batch.values())
+
+
+@on_cpus(1)
+def test_trainers_that_do_not_call_this_one_train_as_torchtitan_without_recovery() -> None:
+    lines = logs()
+    stock, ours = pair(batches=3, rows=2)
+    expected = step(stock)
+    for own, method in (OwnStep, "train_step"), (OwnPass, "forward_backward_step"):
+        made = build(own.Config(**{each.name: getattr(ours.config, each.name) for each in fields(ours.config)}))
+        made.model_parts[0].load_state_dict(ours.model_parts[0].state_dict())
+        assert relative(step(made), expected) < 1e-6
+        assert made.runner is None
+        assert made.dataloader.taken == 3
+        assert f"{method} of {own.__name__} does not call" in lines[-1]
+
+
 @on_cpus(2)
 def test_search_finds_the_rows_that_fit_on_the_rank_with_the_least_memory() -> None:
     lines = logs()

@@ -117,7 +117,7 @@ class AdaptiveTrainer(Trainer):
         self._counters = [each for name, each in model.named_buffers() if name.endswith(COUNTER)]
         self._losses: list[Tensor] = []
         self._reset_head()
-        self.gradient_accumulation_steps = 1  # the StepRunner gets all rows of a step
+        self._in_step = False  # True while the method below gets all rows of a step
         if self.checkpointer.enable:
             self.checkpointer.states[STATE] = self.runner
             self.checkpointer.dcp_load = partial(self._load, self.checkpointer.dcp_load)
@@ -133,7 +133,7 @@ class AdaptiveTrainer(Trainer):
         """Continue with torchtitan's own steps."""
         if self.runner is not None:
             self.runner.close()
-            self.runner, self.gradient_accumulation_steps = None, self._batches_per_step
+            self.runner = None
         if rank() == 0:
             logger.warning("training continues without recovery, so an out-of-memory error ends it: %s", reason)
 
@@ -146,7 +146,7 @@ class AdaptiveTrainer(Trainer):
                 raise
             states = {name: state for name, state in states.items() if name != STATE}
             load(states, **options)
-        if STATE in states and rank() == 0:
+        if STATE in states and rank() == 0 and states[STATE].limit.size < self.config.training.local_batch_size:
             logger.info("the checkpoint limits microbatches to %d rows", states[STATE].limit.size)
 
     def _log(self, log: Any, *args: Any, extra_metrics: dict[str, Any] | None = None, **kwargs: Any) -> None:
@@ -168,13 +168,21 @@ class AdaptiveTrainer(Trainer):
         if len(batches) > 1:
             inputs, labels = zip(*batches, strict=True)
             batches = [({name: torch.cat([each[name] for each in inputs]) for name in inputs[0]}, torch.cat(labels))]
-        super().train_step(iter(batches))
+        self._in_step, self._called, self.gradient_accumulation_steps = True, False, 1
+        try:
+            super().train_step(iter(batches))
+        finally:
+            self._in_step, self.gradient_accumulation_steps = False, self._batches_per_step
+        if not self._called:
+            self._refuse(f"forward_backward_step of {type(self).__name__} does not call super()")
 
     def forward_backward_step(
         self, *, input_dict: dict[str, Tensor], labels: Tensor, global_valid_tokens: Tensor
     ) -> Tensor:
         """Collective: run forward and backward on all rows of a step. Repeat both until no rank runs out of memory."""
-        self._batch = input_dict, labels, global_valid_tokens
+        self._batch, self._called = (input_dict, labels, global_valid_tokens), True
+        if self.runner is not None and not self._in_step:
+            self._refuse(f"train_step of {type(self).__name__} does not call that of AdaptiveTrainer")
         if self.runner is None:
             return self._forward_backward(*self._batch)
         seen_before, self._counted = self.ntokens_seen, [each.clone() for each in self._counters]
