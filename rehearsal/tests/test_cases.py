@@ -210,6 +210,7 @@ def test_stopped_job_has_the_peaks_of_cases_that_have_ended(tmp_path: Path, stop
         assert job.returncode == 130
         assert [line.split()[-1] for line in table.splitlines()[1:2]] == ["GiB"], table
         assert "1 case, 0 not as expected" in table
+        assert "recorded the peaks in fits.peaks.json" in table
     wait_until(lambda: not Path("/proc", (tmp_path / "waits.txt").read_text().strip()).exists(), 20)
     assert [*json.loads((tmp_path / "fits.peaks.json").read_text())] == ["train.py 100, h100"]
 

@@ -130,7 +130,8 @@ def run_cases(path: Path, jobs: int, update: bool, *, as_json: bool) -> int:
         failed = [f"{row.name}: {row.report}" for row in rows if row.failures]
         cpu_s = sum(row.found.cpu_s for row in rows)
         total = f"{count_of(len(rows), 'case')}, {len(failed)} not as expected, {cpu_s:.0f} CPU s"
-        print(as_table(rows), total, *failed, sep="\n\n")
+        noted = [f"recorded the peaks in {peaks}; commit this file"] * (update and not unwritten)
+        print(as_table(rows), total, *noted, *failed, sep="\n\n")
     if unwritten:
         print(unwritten, file=sys.stderr)
     if interrupted:

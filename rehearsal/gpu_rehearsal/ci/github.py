@@ -14,9 +14,7 @@ from gpu_rehearsal.sweep import SweepRow
 
 _ESCAPED = {"%": "%25", "\r": "%0D", "\n": "%0A"}
 _OF_PROPERTIES = {**_ESCAPED, ":": "%3A", ",": "%2C"}
-_HEADER = (
-    "| case | GPU | ranks | result | reserved, GiB | allocated, change in GiB | time per step |\n" + "|---" * 7 + "|\n"
-)
+_HEADER = "| case | GPU | ranks | result | reserved, GiB | change, GiB | time per step |\n" + "|---" * 7 + "|\n"
 
 
 def annotate(name: str, failures: Sequence[str], found: RehearsalResult, file: Path, line: int = 1) -> None:
