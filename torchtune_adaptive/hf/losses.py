@@ -138,7 +138,7 @@ class TwoSamples(NamedTuple):
         return {each: math.inf if math.isnan(error) else error for each, error in errors.items()}
 
     def shows(self, reduction: Reduction, tolerance: float) -> bool:
-        """Return True if the losses show this reduction. Losses of 0 or their rounding show nothing, and equal losses
+        """Return True if the losses show this reduction. Losses of 0 or their rounding do not, and equal losses
         show no mean."""
         both, first, second = (each.loss for each in self)
         spread = both if reduction is Reduction.SUM else first - second

@@ -60,7 +60,7 @@ class Guesses:
         self.on_decision: Callable[[str], object] = lambda place: None
         """Called with the place of each unknown value that may decide something, and not only be shown."""
         self.follows = False
-        """True: numbers from `item()` are followed, and decide nothing until the script compares or converts them."""
+        """True: numbers from `item()` are followed until the script compares or converts them."""
         self.on_routing: Callable[[str], object] = lambda place: None
         """Called with each place that counts the tokens of experts."""
         self._times = Counter[str]()
