@@ -236,11 +236,12 @@ def _decision(replay: Replay, choices: Sequence[tuple[NcclCall, str, list[_Block
     call, rank = found[block]
     line = call.line.split(" < ")[0]
     if not block.inside:
-        return f"`{block.source}` at {block.place} ends in a {block.part}, before the call at {line}: {rank} left there"
+        left = rank or "a rank"
+        return f"`{block.source}` at {block.place} ends in a {block.part}, before the call at {line}: {left} left there"
     branch = block.source if block.part == "body" else f"else of {block.source}"
     runs = _numbers([name for name, each in replay.recordings.items() if line in each.lines])
     who = f"{line} runs only on {ranks_named(runs)}"
-    if int(rank.split()[1]) in runs:
+    if rank and int(rank.split()[1]) in runs:  # no rank: it is not known which one a host waits for
         who = f"{rank} runs the line at {line} less often than {call.rank}"
     return f"{who}, in the branch `{branch}` at {block.place}"
 
