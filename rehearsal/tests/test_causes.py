@@ -35,7 +35,20 @@ CASES = {
     ),
     "group of members": (
         "if RANK < 2:\n    group = dist.new_group([0, 1])\n    dist.all_reduce(x, group=group)\ndist.barrier()",
-        "rank 2 must call new_group for this group, too, or all pass use_local_synchronization=True",
+        "rank 2 must call new_group for this group, too",
+    ),
+    "group of members that synchronize locally": (
+        "if RANK < 2:\n    group = dist.new_group([0, 1], use_local_synchronization=True)\ndist.barrier()",
+        "rank 2 must call new_group for this group, too",
+    ),
+    "loop that a rank did not reach": (
+        "box = [None]\ntry:\n    if RANK == 0:\n        open('missing.json')\n    dist.broadcast_object_list(box)\n"
+        "except OSError:\n    pass\nfor _ in range(2):\n    dist.all_reduce(x)",
+        "^$",
+    ),
+    "monitored barrier": (
+        "group = dist.new_group(backend='gloo')\nif RANK != 1:\n    dist.monitored_barrier(group)\ndist.all_reduce(x)",
+        "only on ranks 0, 2, in the branch `if RANK != 1` at train.py:12",
     ),
     "different roots": (
         "dist.broadcast(x, RANK)\nprint(x)",

@@ -304,7 +304,9 @@ API int ncclCommInitRankScalable(Communicator **out, int ranks, int rank, int id
 API int ncclCommSplit(Communicator *of, int color, int key, Communicator **out, void *config) {
   int mine[2] = {color, key}, all[of->ranks][2], ranks = 0, rank = 0;
   Receipt split = {of, ALL_GATHER, INT32, 0, 2, (char *)all, NULL};
+  char at[512];
   if (!records()) return new_communicator(out, of->ranks, key, 0);
+  say("host\t%lx\t%d\t%d\tsplits it\t%s\t\n", (long)of->id, of->rank, of->ranks, caller(at, sizeof at));
   for (int waits = 1; waits;) { // for earlier collectives of this communicator
     settle(NULL, 0);
     waits = 0;

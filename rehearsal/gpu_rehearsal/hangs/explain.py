@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from gpu_rehearsal.formatting import ranks_named
-from gpu_rehearsal.hangs.replay import NcclCall, Replay, Waiting
+from gpu_rehearsal.hangs.replay import SPLITS, NcclCall, Replay, Waiting
 
 _UNUSED = "Expected to have finished reduction"
 """Part of the error that DDP raises in the next forward on a rank that used other parameters than its peers."""
@@ -135,10 +135,11 @@ def _causes(replay: Replay, ended: Mapping[str, Ended]) -> Iterator[str]:
     choices = [(call, rank, _choices(replay, call, other, rank)) for call, other, rank in sides]
     yield _decision(replay, choices)
     for mine, theirs, rank in pairs:
-        yield _left_loop(mine, theirs, rank)
-        yield _left_loop(theirs, mine, mine.rank) if theirs else ""
+        yield _left_loop(replay, mine, theirs, rank)
+        yield _left_loop(replay, theirs, mine, mine.rank) if theirs else ""
     lanes = {call.lane[0]: call for call, other in missing if other.rank in stuck}
-    yield _order([*lanes.values()] if len(lanes) > 1 and not any(found for *_, found in choices) else [])
+    same_line = len(lanes) > 1 == len({call.line for call in lanes.values()})
+    yield _order([*lanes.values()] if same_line and not any(found for *_, found in choices) else [])
 
 
 def _error(rank: str, how: Ended | None) -> str:
@@ -198,17 +199,18 @@ class _Block(NamedTuple):
 
 
 def _new_group(replay: Replay, call: NcclCall) -> str:
-    """Return the cause if only members of a group create it."""
+    """Return the cause if only members of a group create it. NCCL may split the communicator of all ranks for this."""
     created = re.match(r"new_group of ranks \[(.*)\]", call.what)
     sides = (calls for _, calls in replay.lanes[call.lane].values() if len(calls) >= call.position)
     if created and any(calls[call.position - 1].what != call.what for calls in sides):
         return "the ranks create different groups: call new_group for every group on all ranks, in the same order"
-    names = {f"rank {each}" for each in created[1].split(", ")} if created else set()
     calling = {name for name, each in replay.recordings.items() if len(each.calls[call.lane, ""]) >= call.position}
+    named = created[1].split(", ") if created else []
+    names = {f"rank {each}" for each in named} or (calling if call.what == SPLITS else set())
     if not names or calling - names or names == {*replay.recordings}:
         return ""
     others = ranks_named(_numbers([*({*replay.recordings} - names)]))
-    return f"{others} must call new_group for this group, too, or all pass use_local_synchronization=True"
+    return f"{others} must call new_group for this group, too"
 
 
 def _choices(replay: Replay, call: NcclCall, other: NcclCall | None, rank: str) -> list[_Block]:
@@ -246,11 +248,12 @@ def _decision(replay: Replay, choices: Sequence[tuple[NcclCall, str, list[_Block
     return f"{who}, in the branch `{branch}` at {block.place}"
 
 
-def _left_loop(mine: NcclCall, theirs: NcclCall | None, rank: str) -> str:
-    """Return the cause if a call is in a loop that the other rank has left."""
+def _left_loop(replay: Replay, mine: NcclCall, theirs: NcclCall | None, rank: str) -> str:
+    """Return the cause if a call is in a loop that the other rank has left, after it made a call there."""
     there = {*_blocks(theirs.line)} if theirs else set()
+    made = replay.recordings[rank].lines if rank in replay.recordings else set()
     for block in _blocks(mine.line):
-        if block.is_loop and block not in there:
+        if block.is_loop and block not in there and not made.isdisjoint(block.inside):
             return (f"{rank} left the loop `{block.source}` at {block.place} before {mine.rank}: it has fewer batches, "
                     "a break or return ended it, or a continue skipped the call")  # fmt: skip
     return ""

@@ -18,9 +18,8 @@ Lane = tuple[str, str]
 _ON_STREAM = ("call", "record", "wait")
 NO_STREAM = "of "
 """Begins the name of a queue of calls for which nothing waits."""
-_CREATION = "creation"
-"""Instead of a sender and a receiver: the lane in which ranks create the communicator."""
-_CREATES = "creates it"
+_CREATES, SPLITS = "creates it", "splits it"
+"""What a host does with a communicator. Each has a lane of its own, instead of a sender and a receiver."""
 
 
 class NcclCall(NamedTuple):
@@ -101,7 +100,8 @@ class Recording:
                     self.places.setdefault(group, (int(number), int(size)))
                     between, verb = message or ("", "")
                     if what == _CREATES:
-                        self.descriptions[group], description, between = description, "", _CREATION
+                        self.descriptions[group], description = description, ""
+                    between = what if what in (_CREATES, SPLITS) else between
                     call = self._call((group, between), verb, what, at)
                     self.threads[thread].append(_Instruction("host", "", 0, calls=(call,)))
                 case "call", group, between, verb, what, at, stream, number:
@@ -229,7 +229,7 @@ class Replay:
         for lane in {lane: None for rank in self.recordings.values() for lane, _ in rank.calls}:
             self.lanes[lane] = {side: (rank, self.recordings[rank].calls[lane, verb])
                                  for rank, verb, side in self._sides(lane)}  # fmt: skip
-        lanes = [sides for (_, between), sides in self.lanes.items() if between != _CREATION]
+        lanes = [sides for (_, between), sides in self.lanes.items() if between not in (_CREATES, SPLITS)]
         self.calls = sum(max(len(calls) for _, calls in sides.values()) for sides in lanes)
         """Calls compared; a call that several ranks make together counts once."""
         machine = _Machine(self)

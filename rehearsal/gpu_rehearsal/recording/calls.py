@@ -63,9 +63,10 @@ def record_description(text: str) -> None:
 
 
 def record_group(group: Any) -> None:
-    """Record that this rank is a member of a group of which only some ranks run."""
-    if _started and isinstance(group, dist.ProcessGroup) and group.size() > 1 and dist.get_backend(group) == "fake":
-        _describe(group.group_name, group, 0)
+    """Record that this rank is a member of a group, in which it may not make a call."""
+    if _started and isinstance(group, dist.ProcessGroup) and group.size() > 1:
+        fake = dist.get_backend(group) == "fake"
+        _describe(group.group_name if fake else _on_hosts(group), group, 0 if fake else group.size())
 
 
 def record_fake(group: dist.ProcessGroup, what: str, tensors: Sequence[torch.Tensor]) -> None:
@@ -80,7 +81,8 @@ def record_fake(group: dist.ProcessGroup, what: str, tensors: Sequence[torch.Ten
 def _recorded(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
     def call(group: dist.ProcessGroup, *args: Any, **kwargs: Any) -> Any:
         tensors = [each for each in tree_iter((args, kwargs)) if isinstance(each, torch.Tensor)]
-        on_host = not any(each.is_cuda for each in tensors) if tensors else dist.get_backend(group) == "gloo"
+        without_tensors = name == "monitored_barrier" or dist.get_backend(group) == "gloo"
+        on_host = not any(each.is_cuda for each in tensors) if tensors else without_tensors
         if on_host and group.size() > 1 and dist.get_backend(group) != "fake":
             _record(name, group, tensors, args, sys._getframe(1))
         return method(group, *args, **kwargs)
@@ -92,7 +94,7 @@ def _record(
     name: str, group: dist.ProcessGroup, tensors: Sequence[torch.Tensor], args: Sequence[Any], function: FrameType
 ) -> None:
     """Record a call of gloo. Its host waits at once, unless the function of torch that calls is asynchronous."""
-    _describe(key := f"{group.group_name} on hosts", group, group.size())
+    _describe(key := _on_hosts(group), group, group.size())
     between, verb, waits = "", "", not function.f_locals.get("async_op")
     if name in ("send", "recv"):
         own, peer = group.rank(), args[1]
@@ -107,10 +109,14 @@ def _record(
         device.record("call", key, between, verb, what, lines(), f"{NO_STREAM}{key}{between}", next(_numbers))
 
 
+def _on_hosts(group: dist.ProcessGroup) -> str:
+    return f"{group.group_name} on hosts"
+
+
 def _describe(key: str, group: dist.ProcessGroup, size: int) -> None:
     if key not in _described:
         _described.add(key)
-        device.record("place", key, group.rank(), size, group.group_desc)
+        device.record("place", key, group.rank(), size, group.group_desc.replace("default_pg", "all ranks"))
 
 
 def _with_size(what: str, tensors: Sequence[torch.Tensor]) -> str:
