@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torchtune_adaptive.engine import fsdp
 from torchtune_adaptive.engine.fsdp import AllGather, ReduceScatter
 from torchtune_adaptive.engine.ledger import Ledger, Run
-from torchtune_adaptive.engine.messages import Listener, MessagesOutsideFsdp, outside_fsdp_error
+from torchtune_adaptive.engine.messages import Listener, Obstacles, outside_fsdp_error
 from torchtune_adaptive.engine.oom import is_oom
 from torchtune_adaptive.engine.ranks import message_counters, rank
 from torchtune_adaptive.errors import AdaptiveError, RecoveryUnsupportedError, Remedy
@@ -131,11 +131,7 @@ class CollectiveRecord:
     """For each parameter, True if it was trained when the record began."""
     schedules: dict[PlaceInStep, tuple[Collective, ...]] = field(default_factory=dict)
     """The collectives of a complete microbatch, in order. Equal on all ranks."""
-    differed: bool = False
-    """True if a microbatch did not issue the collectives of its schedule."""
-    varying_setting: str | None = None
-    """The setting of FSDP that makes microbatches issue different collectives, if there is one."""
-    outside_fsdp: MessagesOutsideFsdp = field(default_factory=MessagesOutsideFsdp)
+    obstacles: Obstacles = field(default_factory=Obstacles)
 
 
 class FsdpLedger(Ledger):
@@ -180,10 +176,9 @@ class FsdpLedger(Ledger):
         super().abandon()
 
     def copy_record(self, *, of_stage: str, to_stage: str) -> None:
-        """Copy what is known about communication outside FSDP to another stage of the same model."""
+        """Copy what prevents recovery to another stage of the same model."""
         found = self._records[of_stage]
-        self._records[to_stage] = replace(found, schedules={}, outside_fsdp=replace(found.outside_fsdp))
-        self._records[to_stage].outside_fsdp.counted(1)
+        self._records[to_stage] = replace(found, schedules={}, obstacles=replace(found.obstacles))
 
     def begin_attempt(
         self, microbatches: int, models: Sequence[object], stage: str = "", *, reduce_once: bool = False
@@ -196,7 +191,7 @@ class FsdpLedger(Ledger):
         # FSDP does not communicate gradients of frozen weights, so freezing some changes the collectives
         if record is None or record.trained != trained:
             record = self._records[stage] = CollectiveRecord(trained)
-        self._record, self.outside_fsdp = record, record.outside_fsdp
+        self._record, self.obstacles = record, record.obstacles
         fsdp.check_gradients_reduced(self._groups)
 
     def begin_microbatch(self, number: int) -> None:
@@ -208,16 +203,19 @@ class FsdpLedger(Ledger):
     def end_microbatch(self) -> None:
         """End a complete microbatch: compare its collectives with the record, or make them the record."""
         super().end_microbatch()
-        self._record_or_compare(complete=True)
         is_last = self._is_last(self._number)
         if is_last or not self._reducing_once:
-            self._record.varying_setting = self._record.varying_setting or fsdp.varying_setting(self._groups)
-        if self._record.varying_setting and is_last:
+            self._find_varying_setting()
+        self._record_or_compare(complete=True)
+        if self.obstacles.differs and is_last:
             fsdp.check_gradients_reduced(self._groups)
 
     def end_failed_microbatch(self) -> None:
         """End a microbatch that ran out of memory: compare its collectives up to the error with the record."""
         self._record_or_compare(complete=False)
+
+    def _find_varying_setting(self) -> None:
+        self.obstacles.differs = fsdp.varying_setting(self._groups) or self.obstacles.differs
 
     def _record_or_compare(self, *, complete: bool) -> None:
         record, issued, place = self._record, tuple(self._current or ()), self._place(self._number)
@@ -226,9 +224,9 @@ class FsdpLedger(Ledger):
         if complete:
             record.schedules[place] = schedule
         if issued != (schedule if complete else schedule[: len(issued)]):
-            record.differed = True
+            self.obstacles.differs = self.obstacles.differs or "others than in the first one"
             return
-        record.outside_fsdp.counted(self._messages() - self._messages_before - self._fsdp_messages)
+        self.obstacles.counted(self._messages() - self._messages_before - self._fsdp_messages)
 
     def _place(self, number: int) -> PlaceInStep:
         if not (self._replicated or self._reducing_once) or self._microbatches == 1:
@@ -239,11 +237,11 @@ class FsdpLedger(Ledger):
 
     def listening(self) -> AbstractContextManager[object]:
         """Return the context of a microbatch, which may look for operations that communicate outside FSDP."""
-        return self.outside_fsdp.listening(self._add_operation)
+        return self.obstacles.listening(self._add_operation)
 
     def _add_operation(self, name: str) -> None:
         if not self._issuing:
-            self.outside_fsdp.add_operation(name)
+            self.obstacles.add_operation(name)
 
     def _refuse_operation(self, name: str) -> None:
         if not self._issuing:
@@ -262,7 +260,7 @@ class FsdpLedger(Ledger):
         if self._current is not None:
             self._current.append(collective)
             if collective.gathers and collective.gathers not in self._groups:  # it is not reset with this stage
-                self._record.varying_setting = "a forward of a model that another stage trains"
+                self.obstacles.differs = "a forward of a model that another stage trains"
         if self._to_skip > 0:
             self._to_skip -= 1
             return None
@@ -274,14 +272,8 @@ class FsdpLedger(Ledger):
 
     def drain(self, run: Run) -> None:
         """Collective: issue the remaining collectives of this step from the record, or by running a filler."""
-        if (setting := self._record.varying_setting or fsdp.varying_setting(self._groups)) or self._record.differed:
-            raise RecoveryUnsupportedError(
-                "out of memory, and microbatches issue different collectives"
-                f"{f' ({setting})' if setting else ''}, so the remaining ones of this step are unknown",
-                Remedy.SMALLER_LIMIT,
-            )
-        if self.outside_fsdp.most:
-            raise outside_fsdp_error(self.outside_fsdp)
+        self._find_varying_setting()
+        self.obstacles.check()
         if not self._groups:  # whole models
             return
         # Walk through the collectives of the whole step, and issue those after `position`. Gradients may be zero,

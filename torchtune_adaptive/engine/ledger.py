@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from torchtune_adaptive.engine import fsdp
 from torchtune_adaptive.engine.fsdp import FSDPModule
-from torchtune_adaptive.engine.messages import MessagesOutsideFsdp
+from torchtune_adaptive.engine.messages import Obstacles
 from torchtune_adaptive.engine.ranks import backend_for, explaining_failures, world_size
 from torchtune_adaptive.errors import UnrecoverableError
 
@@ -47,8 +47,8 @@ class Ledger:
     def __init__(self, *roots: object) -> None:
         """Manage those models in `roots` that FSDP2 shards; whole models do not communicate."""
         self.position = 0
-        self.outside_fsdp = MessagesOutsideFsdp()
-        """What is known about messages of the current stage outside FSDP."""
+        self.obstacles = Obstacles()
+        """What prevents recovery in the current stage."""
         self._roots = [root for root in roots if isinstance(root, FSDPModule)]
         self._with_replicas = {root for root in self._roots if world_size() > 1 and fsdp.has_replicas(root)}
         # of the current step and stage:
@@ -168,7 +168,7 @@ class Ledger:
         self.abandon()
 
     def copy_record(self, *, of_stage: str, to_stage: str) -> None:
-        """Copy what is known about communication outside FSDP to another stage of the same model."""
+        """Copy what prevents recovery to another stage of the same model."""
 
     def _messages(self) -> int:
         """Return the number of messages that this rank has sent; 0 if they are not counted."""

@@ -1,7 +1,7 @@
 """Counts the messages of a rank, and finds operations that communicate outside FSDP.
 
 A rank that ran out of memory issues FSDP's remaining collectives, but it cannot issue those of the model. If
-microbatches communicate outside FSDP, an out-of-memory error therefore ends the run.
+microbatches communicate outside FSDP, or issue different collectives, an out-of-memory error therefore ends the run.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torchtune_adaptive.engine.ranks import message_counters, rank
 from torchtune_adaptive.engine.tensors import wraps_tensors
 from torchtune_adaptive.errors import RecoveryUnsupportedError, Remedy
-from torchtune_adaptive.formatting import count_of
+from torchtune_adaptive.formatting import count_of, ranks_named
 
 if TYPE_CHECKING:
     from torch._ops import OpOverload
@@ -68,11 +68,13 @@ class Listener(TorchDispatchMode):
 
 
 @dataclass
-class MessagesOutsideFsdp:
-    """What is known about messages that microbatches of a stage send outside FSDP."""
+class Obstacles:
+    """What is known about collectives in microbatches of a stage that a rank that is out of memory could not issue."""
 
+    differs: str = ""
+    """Why microbatches issue different collectives; "" if they do not."""
     most: int = 0
-    """The most messages of a microbatch."""
+    """The most messages of a microbatch outside FSDP."""
     _operations: tuple[str, ...] = ()
     """The operations that sent them."""
     _searched: bool = False
@@ -99,8 +101,12 @@ class MessagesOutsideFsdp:
         if name not in self._operations:
             self._operations += (name,)
 
-    def refuse_recovery(self, messages: int) -> str:
-        """Make out-of-memory errors fatal, because of these messages of any rank. Return the reason and a remedy."""
+    def refuse_recovery(self, messages: int, differing: Sequence[int]) -> str:
+        """Make out-of-memory errors fatal, because of these messages of any rank, or because the collectives of these
+        ranks differ. Return the reason and a remedy."""
+        if differing:
+            self.differs = self.differs or f"on {ranks_named(differing)}"
+            return f"microbatches issue different collectives ({self.differs})"
         self.most = messages
         return (
             f"microbatches communicate outside FSDP ({self}), and a rank that is out of memory cannot take part "
@@ -108,8 +114,19 @@ class MessagesOutsideFsdp:
             "exchanges_activations=True to Recovery)"
         )
 
+    def check(self) -> None:
+        """Raise RecoveryUnsupportedError on a rank that ran out of memory, if there is an obstacle."""
+        if self.differs:
+            raise RecoveryUnsupportedError(
+                f"out of memory on rank {rank()}, and microbatches issue different collectives ({self.differs}), so "
+                "the remaining ones of this step are unknown",
+                Remedy.SMALLER_LIMIT,
+            )
+        if self.most:
+            raise outside_fsdp_error(self)
+
     def __str__(self) -> str:
-        """Name the operations. If they are unknown, since another thread or rank called them, count their messages."""
+        """Name the operations outside FSDP. If another thread or rank called them, count their messages."""
         if not self._operations:
             return f"{count_of(self.most, 'message')} per microbatch"
         return ", ".join(self._operations)

@@ -120,6 +120,8 @@ class AttemptReport(NamedTuple):
     stop_requested: int = 0
     non_fsdp_messages: int = 0
     """The most messages that a microbatch has sent outside FSDP."""
+    differs: int = 0
+    """1 if microbatches of this rank have issued different collectives of FSDP."""
     gradients: int = 0
     """1 if the attempt left gradients that are not reduced. Under FSDP, only set if no attempt has succeeded yet."""
     with_gradients: int = 0

@@ -138,7 +138,7 @@ class StepRunner(Generic[Sample]):
         self.recovery.add_stage(stage, model)
         self.recovers = self.recovery.enabled
         """True if the limit may grow, and searches may exceed the memory limit, because an out-of-memory error would be
-        recovered. False after microbatches have communicated outside FSDP."""
+        recovered. False after microbatches have communicated outside FSDP, or issued different collectives."""
         self.cannot_repeat = ""
         """If set, the reason why a step must not be repeated; running out of memory then ends the run with it."""
         self.trains: bool | None = None
@@ -175,7 +175,7 @@ class StepRunner(Generic[Sample]):
         self._policy.allow(limit)
 
     def adopt_refusal_of(self, other: StepRunner[Sample]) -> None:
-        """If microbatches of the other stage have communicated outside FSDP, assume this for this stage, too."""
+        """If microbatches of the other stage have turned recovery off, assume this for this stage, too."""
         if other.recovery.enabled and not other.recovers:
             self.recovers = False
             self._ledger.copy_record(of_stage=other.stage, to_stage=self.stage)
@@ -348,7 +348,7 @@ class StepRunner(Generic[Sample]):
         try:
             self._ledger.begin_microbatch(number)
             # if other code communicates in the backward, too, the order of collectives could differ between ranks
-            reducing = buckets.reducing(overlaps=not self._ledger.outside_fsdp.most) if buckets else nullcontext()
+            reducing = buckets.reducing(overlaps=not self._ledger.obstacles.most) if buckets else nullcontext()
             with self.context_for("microbatch"), self._ledger.listening(), reducing:
                 added = Totals.of(self._forward_backward(microbatch))
                 if is_last and self.current_step is not None:
@@ -432,8 +432,10 @@ class StepRunner(Generic[Sample]):
         microbatches communicate in a way that a failed rank cannot complete."""
         mine = self._report(outcome, plan, samples)._replace(upcoming_microbatches=upcoming_microbatches)
         reports = gather_reports(self.recovery.agreement, mine)
-        if self.recovers and (messages := max(report.non_fsdp_messages for report in reports)):
-            self.recovers, reason = False, self._ledger.outside_fsdp.refuse_recovery(messages)
+        messages = max(report.non_fsdp_messages for report in reports)
+        differing = [number for number, report in enumerate(reports) if report.differs]
+        if self.recovers and (messages or differing):
+            self.recovers, reason = False, self._ledger.obstacles.refuse_recovery(messages, differing)
             place = self.stage if self.current_step is None else in_step(self.current_step, self.stage)
             if rank() == 0:
                 logger.warning(
@@ -462,7 +464,8 @@ class StepRunner(Generic[Sample]):
             position=self._ledger.position,
             positions_in_groups=self._ledger.positions_in_groups(),
             stop_requested=self.recovery.stop_requested(),
-            non_fsdp_messages=self._ledger.outside_fsdp.reported,
+            non_fsdp_messages=self._ledger.obstacles.reported,
+            differs=bool(self._ledger.obstacles.differs),
             gradients=any_gradients,
             with_gradients=with_gradients,
             step=self.current_step or 0,

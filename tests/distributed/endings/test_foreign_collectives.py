@@ -173,6 +173,25 @@ def test_all_ranks_disable_recovery_if_some_communicate() -> None:
     assert (runner.recovers, len(captured)) == (False, int(dist.get_rank() == 0))
 
 
+@pytest.mark.parametrize("only_on_rank_1", [False, True])
+@on_ranks(2)
+def test_different_collectives_disable_recovery_and_the_limit_stays(only_on_rank_1: bool) -> None:
+    model = build(ModelConfig(layers=1, dropout=0.0))
+    runner, limits = runner_of(model, 4, recovery=Recovery(model, regrow_after=1)), []
+    with hearing_warnings() as captured, FaultInjector(runner).fail_at(rank=1, step=0, operation=100):
+        for step in range(4):
+            step_of(runner, step)
+            limits.append(runner.limit.rows)
+            if not only_on_rank_1:
+                model.set_reshard_after_forward(False)
+            elif dist.get_rank() == 1:
+                runner.recovery.ledger.obstacles.differs = "of this rank"
+    assert (runner.recovers, runner.recoveries, limits) == (False, 1, limits[:1] * 4)
+    reason = "on rank 1" if only_on_rank_1 else "others than in the first one"
+    first = f"step 1: microbatches issue different collectives ({reason}): training continues without recovery"
+    assert [line.startswith(first) for line in captured] == [True] * (dist.get_rank() == 0)
+
+
 @on_ranks(2)
 def test_communication_outside_microbatches_keeps_recovery_on() -> None:
     """An evaluation and clipping."""
