@@ -168,10 +168,12 @@ class Gauge:
         if memory is not None:
             seen.count = memory.retries
 
-    def begin_step(self) -> None:
-        """Ignore the retries of other stages since the last reading."""
+    def begin_step(self, *, resets_peak: bool = False) -> None:
+        """Ignore the retries of other stages since the last reading and, with `resets_peak`, earlier peaks."""
         if self._several_stages and self._memory is not None:
             self._seen.count = self._memory.retries
+        if resets_peak and self._memory is not None:
+            self._memory.reset_peak()
 
     def read(self) -> Reading:
         """Return the memory, with the retries since the last reading of any stage; 0 if the count was reset."""

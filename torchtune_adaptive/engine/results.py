@@ -184,12 +184,11 @@ class AttemptReports(tuple[AttemptReport, ...]):
         measured = [Fullest(*report.reading[1:]) for report in self if report.reading.budget_bytes]
         return max(measured, key=lambda each: each.peak_bytes / each.budget_bytes, default=None)
 
-    def have_room_for(self, additional_bytes: float) -> bool:
+    def have_room_for(self, additional_bytes: int) -> bool:
         """Return True if no rank flushed its cache, and each has this much memory beyond its peak, or measures none."""
-        if self.flushed_cache or math.isinf(additional_bytes):
-            return False
         readings = [report.reading for report in self if report.reading.budget_bytes]
-        return all(each.peak_bytes + additional_bytes <= each.budget_bytes for each in readings)
+        fits = all(each.peak_bytes + additional_bytes <= each.budget_bytes for each in readings)
+        return fits and not self.flushed_cache
 
     @property
     def target_tokens(self) -> int:

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import copy
 import logging
-import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -75,20 +74,21 @@ class _ReduceOnce:
     """Decides if a step reduce-scatters gradients only in its last microbatch, which needs memory for all gradients."""
 
     def __init__(self, model: nn.Module, *, possible: bool) -> None:
+        self.possible, self.in_next_attempt, self._complete_steps = possible, False, 0
         sizes = (each.numel() * max(4, each.element_size()) for each in model.parameters() if each.requires_grad)
-        self._gradients = sum(sizes) if possible else math.inf  # in bytes, at least those of fp32
-        self._complete_steps = 0
-        self.in_next_attempt = False
+        self._gradients = sum(sizes)  # in bytes, at least those of fp32
 
     def completed(self, reports: AttemptReports) -> None:
         """Decide about the next step after a complete one. The peak of the first step lacks the optimizer state."""
         self._complete_steps += 1
-        if self._complete_steps > 1:
-            self.in_next_attempt = reports.have_room_for(0 if self.in_next_attempt else self._gradients)
+        if self.in_next_attempt and not reports.have_room_for(0):
+            self.failed()
+        elif self.possible and self._complete_steps > 1:
+            self.in_next_attempt = self.in_next_attempt or reports.have_room_for(self._gradients)
 
     def failed(self) -> None:
-        """Reduce gradients in every microbatch from now on, because such a step ran out of memory."""
-        self.in_next_attempt, self._gradients = False, math.inf
+        """Reduce gradients in every microbatch from now on, because such a step needs too much memory."""
+        self.in_next_attempt = self.possible = False
 
 
 class StepRunner(Generic[Sample]):
@@ -110,7 +110,8 @@ class StepRunner(Generic[Sample]):
             its results in the samples. A repeated attempt overwrites them.
         reduce_once: under FSDP2, from the third step on, reduce-scatter gradients only in the last microbatch of a
             step, if the latest step left room for the gradients of the whole model, or if memory is not measured.
-            After an out-of-memory error in such a step, every microbatch reduces gradients.
+            After an out-of-memory error in such a step, every microbatch reduces gradients. Each step resets the peak
+            of the device.
         on_attempt: called before each attempt of `run`, with the step and the plan. It may communicate.
         adds_gradients: let `run` add to gradients from before the step. `on_attempt` must then restore them, because a
             failed attempt drops all gradients. Only for models that are sharded by FSDP2.
@@ -210,7 +211,7 @@ class StepRunner(Generic[Sample]):
         """
         self._check(samples)
         self.current_step = step
-        self._gauge.begin_step()
+        self._gauge.begin_step(resets_peak=self._reduce_once.possible)
         self._policy.begin_step()
         lengths, rng, recoveries = self.kind.lengths(samples), RngState.capture(), 0
         while True:

@@ -407,7 +407,6 @@ class OptimizerSteps:
             print(search_table(found, tokens), flush=True)
         if isinstance(samples[0], GeneratedRow):
             self.trainer._passes.search(self._training_step(largest[0]))
-        self.memory.reset_peak()  # the next peak decides whether steps reduce gradients once
         if self.trainer.adaptive.token_budget != "auto" or self._media:  # memory is not proportional to tokens
             return RowLimit(found.rows)
         rows_per_sample = len(largest[0].row_lengths)

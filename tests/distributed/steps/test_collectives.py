@@ -2,10 +2,12 @@
 
 import time
 from collections import Counter
+from collections.abc import Sequence
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from tests.captured_logs import captured_log
@@ -25,6 +27,7 @@ from tests.ranks import on_ranks
 from tests.simulated_memory import FakeMemory
 from torchtune_adaptive.engine.consistency import LATE_S
 from torchtune_adaptive.engine.recovery import Recovery
+from torchtune_adaptive.engine.results import Totals
 
 
 @pytest.mark.smoke
@@ -76,7 +79,8 @@ def test_model_has_one_recovery_at_a_time() -> None:
 @on_ranks(2)
 def test_gradients_are_reduced_once_per_step_while_memory_allows(room_for_gradients: float | None) -> None:
     """They are bitwise those of a plain loop that reduces them in every microbatch, or in the last one only. Step 5
-    runs out of memory. With 1, there is exactly enough memory for the gradients of the whole model.
+    runs out of memory. With 1, there is exactly enough memory for the gradients of the whole model. What used more
+    memory before a step, such as an evaluation, does not count.
     """
     model = build(ModelConfig(dropout=0.0))
     assert isinstance(model, FSDPModule)
@@ -89,12 +93,19 @@ def test_gradients_are_reduced_once_per_step_while_memory_allows(room_for_gradie
         model.set_requires_gradient_sync(True)
         forward_backward(samples[2:])
         plain_loops.append(gradients_of(model))
-    runner, scatters = runner_of(model, 2, reduce_once=True), []
+    memory = FakeMemory(peak_bytes=10**9)
+
+    def measured(samples: Sequence[Tensor]) -> Totals:
+        memory.peak_bytes = max(memory.peak_bytes, 700)
+        return forward_backward(samples)
+
+    runner, scatters = runner_of(model, 2, measured, reduce_once=True), []
     model.zero_grad()
     runner.attempt([samples[:2], samples[2:]])  # a probe does not count as a step
     if room_for_gradients is not None:
         of_the_model = 4 * sum(parameter.numel() for parameter in model.parameters())
-        runner.measure_memory(FakeMemory(budget_bytes=700 + int(room_for_gradients * of_the_model)))
+        memory.budget_bytes = 700 + int(room_for_gradients * of_the_model)
+        runner.measure_memory(memory)
     with FaultInjector(runner).fail_at(rank=1, step=5, operation=300), captured_log() as log:
         for step in range(1, 7):
             model.zero_grad()
