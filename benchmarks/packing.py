@@ -30,12 +30,7 @@ from benchmarks.results import Result, compared
 from tests.ranks import run_on_ranks
 from tests.recipes.running import demo_config, load_ours
 from torchtune_adaptive.engine.limits import Limit
-from torchtune_adaptive.engine.plans import (
-    Plan,
-    plan_step,
-    size_of,
-    spread,
-)
+from torchtune_adaptive.engine.plans import Plan, SampleKind
 
 RANKS = (1, 2)
 LONGEST = 512
@@ -300,20 +295,18 @@ def _balance(recipe: Any) -> float:
     schedule, runner = recipe.loop.schedule, recipe.runner
     fullest = mean = 0.0
     for samples, _ in schedule.steps(recipe.data.loader, schedule.epochs[0], recipe.run.progress):
-        lengths, padded = runner.kind.lengths(samples), runner.kind.padded
-        split = _split(lengths, runner.limit, padded=padded)
-        sizes = _everywhere([size_of(rows, lengths, padded=padded).padded_tokens for rows in split])
+        lengths = runner.kind.lengths(samples)
+        split = _split(runner.kind, lengths, runner.limit)
+        sizes = _everywhere([size.padded_tokens for size in runner.kind.sizes(split, lengths)])
         fullest += sum(map(max, zip(*sizes, strict=True)))
         mean += sum(map(sum, sizes)) / len(sizes)
     return fullest / mean
 
 
-def _split(lengths: Sequence[int], limit: Limit, *, padded: bool) -> Plan:
+def _split(kind: SampleKind[Any], lengths: Sequence[int], limit: Limit) -> Plan:
     """Collective: return the plan that a runner makes for this rank."""
-    if not limit.by_length:
-        return plan_step(lengths, limit)
-    own = plan_step(lengths, limit, padded=padded)
-    return spread(own, lengths, limit, max(_everywhere(len(own))), padded=padded)
+    own = kind.plan(lengths, limit)
+    return kind.spread(own, lengths, limit, max(_everywhere(len(own)))) if limit.by_length else own
 
 
 def _everywhere(mine: Any) -> list[Any]:
@@ -326,12 +319,12 @@ def _everywhere(mine: Any) -> list[Any]:
 def packing_share(lengths: Lengths, limit: Limit, tokens_per_second: float) -> dict[str, float]:
     """Return the time to plan a step of 4096 samples on a rank, and its share of the time to train them."""
     draw = random.Random(0)
-    drawn = [lengths.draw_length(draw) for _ in range(4096)]
-    times = []
+    drawn, times = [lengths.draw_length(draw) for _ in range(4096)], []
+    kind: SampleKind[int] = SampleKind(length_of=int, filler=int, padded=False)
     for _ in range(9):
         began = time.perf_counter()
-        plan = plan_step(drawn, limit, padded=False)
-        spread(plan, drawn, limit, len(plan) + 1, padded=False)
+        plan = kind.plan(drawn, limit)
+        kind.spread(plan, drawn, limit, len(plan) + 1)
         times.append(time.perf_counter() - began)
     seconds = statistics.median(times)
     return {"pack 4096 ms": 1e3 * seconds, "share of a step %": 100 * seconds * tokens_per_second / (sum(drawn) / 2)}

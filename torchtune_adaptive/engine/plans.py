@@ -44,8 +44,38 @@ class SampleKind(Generic[Sample]):
         return [max(1, operator.index(self.length_of(sample))) for sample in samples]
 
     def plan(self, lengths: Sequence[int], limit: Limit) -> Plan:
-        """Return a plan of microbatches within the limit, before ranks agree on their number."""
-        return plan_step(lengths, limit, padded=self.padded)
+        """Return a plan with as few microbatches as possible. A sample that exceeds the limit gets its own microbatch.
+
+        Under a limit by rows, microbatches have consecutive samples. With `batch_size` rows, these are the batches of
+        torchtune's recipes. Under a limit by length, padded microbatches are filled in descending order of length. This
+        gives the fewest microbatches, because rows that fit at one length also fit at a shorter one. Without padding,
+        each sample is added to the smallest microbatch. This may need a few more microbatches than the minimum.
+        """
+        if self.padded or not limit.by_length:
+            order = _longest_first(lengths) if limit.by_length else tuple(range(len(lengths)))
+            return _cut(order, _microbatch_starts(order, lengths, limit.rows_at))
+        total = sum(lengths)
+        fullest = max(1, most_that_fit(lambda tokens: limit.fits(1, 1, tokens), total))
+        microbatches = min(len(lengths), -(-total // fullest))  # the minimum, if all are full
+        while True:
+            plan = _filled_evenly(lengths, microbatches)
+            if microbatches >= len(lengths) or _all_fit(plan, lengths, limit):
+                return tuple(rows for rows in plan if rows)
+            microbatches = min(len(lengths), microbatches + max(1, microbatches // 64))
+
+    def spread(self, plan: Plan, lengths: Sequence[int], limit: Limit, microbatches: int) -> Plan:
+        """Return a plan with the number of microbatches on which the ranks have agreed, at least that of `plan`.
+
+        They have similar sizes, the largest first. Ranks run their microbatches at the same time, so they wait for each
+        other if sizes differ. If there are fewer samples than microbatches, the last microbatches are empty.
+        """
+        if self.padded:
+            plan = _equalized(plan, lengths, limit, microbatches)
+        elif len(plan) == microbatches:
+            return plan
+        elif _all_fit(even := _filled_evenly(lengths, microbatches), lengths, limit):
+            return even
+        return _split_largest(plan, microbatches, lengths, self.padded)
 
     def sizes(self, plan: Plan, lengths: Sequence[int]) -> list[MicrobatchSize]:
         """Return the size of each microbatch of a plan."""
@@ -53,48 +83,17 @@ class SampleKind(Generic[Sample]):
 
     def load(self, plan: Plan, lengths: Sequence[int], samples: Sequence[Sample]) -> Load:
         """Return the amount of work in a plan for samples of these lengths."""
-        row_lengths = None if self.row_lengths_of is None else [*map(self.row_lengths_of, samples)]
-        return load_of(plan, lengths, padded=self.padded, row_lengths=row_lengths, cost=self.cost_of)
-
-    def spread(self, plan: Plan, lengths: Sequence[int], limit: Limit, microbatches: int) -> Plan:
-        """Return a plan with the number of microbatches on which the ranks have agreed."""
-        return spread(plan, lengths, limit, microbatches, padded=self.padded)
-
-
-def plan_step(lengths: Sequence[int], limit: Limit, *, padded: bool = True) -> Plan:
-    """Return a plan with as few microbatches as possible. A sample that exceeds the limit gets its own microbatch.
-
-    Under a limit by rows, microbatches have consecutive samples. With `batch_size` rows, these are the batches of
-    torchtune's recipes. Under a limit by length, padded microbatches are filled in descending order of length. This
-    gives the fewest microbatches, because rows that fit at one length also fit at a shorter one. Without padding, each
-    sample is added to the smallest microbatch. This may need a few more microbatches than the minimum.
-    """
-    if padded or not limit.by_length:
-        order = _longest_first(lengths) if limit.by_length else tuple(range(len(lengths)))
-        return _cut(order, _microbatch_starts(order, lengths, limit.rows_at))
-    total = sum(lengths)
-    fullest = max(1, most_that_fit(lambda tokens: limit.fits(1, 1, tokens), total))
-    microbatches = min(len(lengths), -(-total // fullest))  # the minimum, if all are full
-    while True:
-        plan = _filled_evenly(lengths, microbatches)
-        if microbatches >= len(lengths) or _all_fit(plan, lengths, limit):
-            return tuple(rows for rows in plan if rows)
-        microbatches = min(len(lengths), microbatches + max(1, microbatches // 64))
-
-
-def spread(plan: Plan, lengths: Sequence[int], limit: Limit, microbatches: int, *, padded: bool = True) -> Plan:
-    """Return a plan with this number of microbatches of similar size, the largest first.
-
-    The number must be at least that of `plan`. Ranks run their microbatches at the same time, so they wait for each
-    other if sizes differ. If there are fewer samples than microbatches, the last microbatches are empty.
-    """
-    if padded:
-        plan = _equalized(plan, lengths, limit, microbatches)
-    elif len(plan) == microbatches:
-        return plan
-    elif _all_fit(even := _filled_evenly(lengths, microbatches), lengths, limit):
-        return even
-    return _split_largest(plan, microbatches, lengths, padded)
+        of_samples: Sequence[Sequence[int]] = [(length,) for length in lengths]
+        if self.row_lengths_of is not None:
+            of_samples = [*map(self.row_lengths_of, samples)]
+        rows_per_sample = len(of_samples[0]) if self.padded else 1
+        sizes = [size_of(indices, lengths, padded=self.padded) for indices in plan if indices]
+        tokens = [rows_per_sample * size.padded_tokens for size in sizes]
+        if self.padded:
+            costs = [rows_per_sample * size.rows * self.cost_of(size.length) for size in sizes]
+        else:
+            costs = [self.cost_of(length) for of_sample in of_samples for length in of_sample]
+        return Load(sum(map(sum, of_samples)), sum(tokens), max(size.rows for size in sizes), max(tokens), sum(costs))
 
 
 def _longest_first(lengths: Sequence[int]) -> tuple[int, ...]:
@@ -192,27 +191,6 @@ class Load(NamedTuple):
     """Tokens of the largest microbatch, padding included."""
     cost: float
     """Computing cost, padding included."""
-
-
-def load_of(
-    plan: Plan,
-    lengths: Sequence[int],
-    *,
-    padded: bool = True,
-    row_lengths: Sequence[Sequence[int]] | None = None,
-    cost: Callable[[int], float] = float,
-) -> Load:
-    """Return the load of a plan. If samples have several rows, `row_lengths` has the lengths of the rows of each
-    sample. `cost` returns the computing cost of a row with a given length; by default, this is the length."""
-    row_lengths = row_lengths or [(length,) for length in lengths]
-    rows_per_sample = len(row_lengths[0]) if padded else 1
-    sizes = [size_of(indices, lengths, padded=padded) for indices in plan if indices]
-    tokens = [rows_per_sample * size.padded_tokens for size in sizes]
-    if padded:
-        costs = [rows_per_sample * size.rows * cost(size.length) for size in sizes]
-    else:
-        costs = [cost(length) for of_sample in row_lengths for length in of_sample]
-    return Load(sum(map(sum, row_lengths)), sum(tokens), max(size.rows for size in sizes), max(tokens), sum(costs))
 
 
 def assign_to_ranks(costs: Sequence[float], ranks: int) -> tuple[int, ...]:

@@ -4,6 +4,7 @@ import math
 import random
 import time
 from collections import Counter
+from collections.abc import Callable
 from itertools import pairwise
 
 import pytest
@@ -19,7 +20,7 @@ from torchtune_adaptive.engine.limits import (
     TokenLimit,
     longest_row,
 )
-from torchtune_adaptive.engine.plans import Load, Plan, assign_to_ranks, load_of, plan_step, size_of, spread
+from torchtune_adaptive.engine.plans import Load, Plan, SampleKind, assign_to_ranks, size_of
 
 
 @pytest.mark.parametrize("count", [0, 2.5])
@@ -135,6 +136,10 @@ limits_by_length = st.integers(LONGEST, 100_000).map(TokenLimit) | st.builds(
 """Limits under which a sample of 4096 tokens always fits."""
 
 
+def kind(*, padded: bool = True, cost_of: Callable[[int], float] = float) -> SampleKind[None]:
+    return SampleKind(length_of=lambda _: 1, filler=lambda _: None, padded=padded, cost_of=cost_of)
+
+
 def numbers(plan: Plan) -> list[int]:
     return [index for microbatch in plan for index in microbatch]
 
@@ -142,7 +147,7 @@ def numbers(plan: Plan) -> list[int]:
 @given(lengths_of_a_step, st.integers(1, 70))
 def test_row_microbatches_equal_stock_for_any_lengths(lengths: list[int], rows: int):
     stock = range(0, len(lengths), rows)
-    assert plan_step(lengths, RowLimit(rows)) == tuple(
+    assert kind().plan(lengths, RowLimit(rows)) == tuple(
         tuple(range(first, min(first + rows, len(lengths)))) for first in stock
     )
 
@@ -156,9 +161,9 @@ def test_row_microbatches_equal_stock_for_any_lengths(lengths: list[int], rows: 
 def test_every_sample_runs_once_within_the_limit_after_spreading(
     padded: bool, lengths: list[int], limit: Limit, more: int
 ):
-    plan = plan_step(lengths, limit, padded=padded)
+    plan = kind(padded=padded).plan(lengths, limit)
     assert all(plan)
-    spread_out = spread(plan, lengths, limit, len(plan) + more, padded=padded)
+    spread_out = kind(padded=padded).spread(plan, lengths, limit, len(plan) + more)
     assert len(spread_out) == len(plan) + more
     for each in (plan, spread_out):
         assert sorted(numbers(each)) == list(range(len(lengths)))
@@ -172,10 +177,10 @@ def test_every_sample_runs_once_within_the_limit_after_spreading(
 @PADDED
 @given(lengths=lengths_of_a_step, limit=limits_by_length)
 def test_spreading_enlarges_no_microbatch_and_puts_the_largest_first(padded: bool, lengths: list[int], limit: Limit):
-    plan = plan_step(lengths, limit, padded=padded)
+    plan = kind(padded=padded).plan(lengths, limit)
     sizes, before = (
         [size_of(rows, lengths, padded=padded).padded_tokens for rows in each if rows]
-        for each in (spread(plan, lengths, limit, len(plan), padded=padded), plan)
+        for each in (kind(padded=padded).spread(plan, lengths, limit, len(plan)), plan)
     )
     assert sizes == sorted(sizes, reverse=True)
     assert max(sizes) <= max(before)
@@ -198,7 +203,7 @@ def first_fit_decreasing(lengths: list[int], limit: Limit) -> int:
 
 @given(lengths_of_a_step, limits_by_length)
 def test_padded_plan_needs_at_most_the_microbatches_of_first_fit_decreasing(lengths: list[int], limit: Limit):
-    plan = plan_step(lengths, limit)
+    plan = kind().plan(lengths, limit)
     assert len(plan) <= first_fit_decreasing(lengths, limit)
     assert [lengths[index] for index in numbers(plan)] == sorted(lengths, reverse=True)
 
@@ -207,23 +212,23 @@ def test_padded_plan_needs_at_most_the_microbatches_of_first_fit_decreasing(leng
 def test_joined_plan_needs_at_most_4_thirds_of_the_minimum_plus_one(lengths: list[int], tokens: int):
     at_best = math.ceil(sum(lengths) / tokens)
     # longest processing time first is at most 4/3 of the optimum (Graham, 1969), plus one
-    plan = plan_step(lengths, TokenLimit(tokens), padded=False)
+    plan = kind(padded=False).plan(lengths, TokenLimit(tokens))
     assert len(plan) <= max(at_best + 1, math.ceil(at_best * 4 / 3) + 1)
 
 
 @PADDED
 def test_microbatches_of_a_rank_become_equal(padded: bool):
     lengths = [100] * 12
-    plan = plan_step(lengths, TokenLimit(1000), padded=padded)
-    assert [len(rows) for rows in spread(plan, lengths, TokenLimit(1000), 2, padded=padded)] == [6, 6]
+    plan = kind(padded=padded).plan(lengths, TokenLimit(1000))
+    assert [len(rows) for rows in kind(padded=padded).spread(plan, lengths, TokenLimit(1000), 2)] == [6, 6]
 
 
 def test_load_counts_padding_and_costs_of_rows():
     plan, lengths = ((0, 1), (2,), ()), [5, 9, 3]
-    assert load_of(plan, lengths) == Load(tokens=17, padded_tokens=21, most_rows=2, most_tokens=18, cost=21)
-    assert load_of(plan, lengths, padded=False) == Load(17, 17, most_rows=2, most_tokens=14, cost=17)
-    assert load_of(plan, lengths, cost=lambda length: length**2).cost == 2 * 81 + 9
-    assert load_of(plan, lengths, padded=False, cost=lambda length: length**2).cost == 25 + 81 + 9
+    assert kind().load(plan, lengths, ()) == Load(tokens=17, padded_tokens=21, most_rows=2, most_tokens=18, cost=21)
+    assert kind(padded=False).load(plan, lengths, ()) == Load(17, 17, most_rows=2, most_tokens=14, cost=17)
+    assert kind(cost_of=lambda length: length**2).load(plan, lengths, ()).cost == 2 * 81 + 9
+    assert kind(padded=False, cost_of=lambda length: length**2).load(plan, lengths, ()).cost == 25 + 81 + 9
 
 
 @PADDED
@@ -232,8 +237,8 @@ def test_planning_and_dealing_65536_samples_takes_at_most_two_seconds(padded: bo
     lengths = [min(LONGEST, math.ceil(draw.lognormvariate(5.5, 0.9))) for _ in range(65_536)]
     limit = SurfaceLimit({"layers": Surface(1e6, 10.0, 100.0, 0.1), "head": Surface(1e5, 0.0, 250.0)}, 8_000_000)
     began = time.process_time()
-    plan = plan_step(lengths, limit if padded else TokenLimit(65_536), padded=padded)
-    spread(plan, lengths, limit if padded else TokenLimit(65_536), len(plan) + 5, padded=padded)
+    plan = kind(padded=padded).plan(lengths, limit if padded else TokenLimit(65_536))
+    kind(padded=padded).spread(plan, lengths, limit if padded else TokenLimit(65_536), len(plan) + 5)
     assign_to_ranks(lengths, 512)
     assert time.process_time() - began < (1 if padded else 2)
 

@@ -19,7 +19,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from tests.ranks import on_ranks
 from tests.recipes.allocation_profile import profiled
 from torchtune_adaptive.engine.consistency import checksum
-from torchtune_adaptive.engine.plans import load_of
+from torchtune_adaptive.engine.plans import SampleKind
 from torchtune_adaptive.engine.ranks import comes_from_a_collective, explaining_failures, full_tensor
 from torchtune_adaptive.engine.results import AttemptReport, AttemptReports
 from torchtune_adaptive.errors import Remedy, UnrecoverableError
@@ -64,10 +64,10 @@ def test_oom_before_a_collective_is_not_converted():
 def test_imbalance_is_the_largest_cost_of_a_rank_divided_by_the_mean(ranks: list[list[int]], padded: bool) -> None:
     """Each rank has its samples in one microbatch; attention costs the square of a length."""
     costs = [sum((max(lengths) if padded else each) ** 2 for each in lengths) for lengths in ranks]
-    loads = [
-        load_of((tuple(range(len(lengths))),), lengths, padded=padded, cost=lambda length: 1e-6 * length**2)
-        for lengths in ranks
-    ]
+    kind: SampleKind[int] = SampleKind(
+        length_of=int, filler=int, padded=padded, cost_of=lambda length: 1e-6 * length**2
+    )
+    loads = [kind.load((tuple(range(len(lengths))),), lengths, lengths) for lengths in ranks]
     imbalance = AttemptReports(AttemptReport(load=load) for load in loads).imbalance
     assert imbalance == pytest.approx(max(costs) / statistics.mean(costs))
     assert (imbalance == 1) == (len({*costs}) == 1)
