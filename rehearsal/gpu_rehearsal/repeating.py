@@ -30,7 +30,7 @@ def rehearse_with_values(
     """
     if settings.together is not None and not settings.together and ranks and ranks > MOST_RANKS:
         alone = _rehearse(settings._replace(ranks=ranks, together=None, rank=0, steps=1), command, gpu, quiet=True)
-        chosen = representatives(alone.groups, ranks)
+        chosen = representatives(alone.groups, ranks, [each["rank"] for each in alone.rank_peaks])
         settings = settings._replace(together=chosen, rank=chosen[-1])
     settings = settings._replace(ranks=ranks)
     found = _rehearse(settings._replace(follows=True), command, gpu, quiet=quiet)

@@ -113,7 +113,8 @@ def load(evaluate):
 load(evaluate=False)
 if RANK == 0:
     load(evaluate=True)
-dist.all_reduce(x)
+for _ in range(2):
+    dist.all_reduce(x)
 """,
         ("if RANK != 0:\n        dist.barrier()\n    if RANK == 0:",
          "if RANK != 0 and not evaluate:\n        dist.barrier()\n    if RANK == 0 and not evaluate:"),
@@ -157,6 +158,26 @@ for name in order:
         ("if RANK in (1, 2)", "if RANK > 3"),
         "hangs: ",
         "communicators in different orders",
+    ),
+    "collective that Inductor moves before a message": Bug(
+        "https://github.com/pytorch/pytorch/issues/189454", 2,
+        """
+from torch.distributed._functional_collectives import all_reduce
+@torch.library.custom_op("rank::message", mutates_args=())
+def message(x: torch.Tensor) -> torch.Tensor:
+    out = x.clone()
+    dist.batch_isend_irecv([dist.P2POp(dist.irecv if RANK else dist.isend, out, 1 - RANK)])[0].wait()
+    return out
+message.register_fake(torch.empty_like)
+@torch.compile
+def exchange(x, y):
+    out = message(x)
+    return out + all_reduce(out if RANK else y, "sum", dist.group.WORLD)
+exchange(x, x + 1)
+""",
+        ("@torch.compile\n", ""),
+        "hangs: rank 0 waits for rank 1 at train.py:19",
+        "in different orders",
     ),
     "barrier on rank 0": Bug(
         "https://github.com/huggingface/transformers-bloom-inference/pull/40", 2,

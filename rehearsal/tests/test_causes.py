@@ -54,6 +54,10 @@ CASES = {
         "dist.broadcast(x, RANK)\nprint(x)",
         "the ranks pass different roots: rank 0 .* root 0, rank 1 .* root 1",
     ),
+    "different types": (
+        "dist.all_reduce(x.double() if RANK else x)",
+        "different types: rank 0 all_reduce of 64 float32, sum, rank 1 all_reduce of 64 float64",
+    ),
     "caught error": (
         "try:\n    if RANK == 1:\n        raise ValueError\n    dist.all_reduce(x)\nexcept ValueError:\n    pass\n"
         "dist.barrier()",
@@ -153,3 +157,20 @@ def test_representatives_stand_for_1024_ranks(run: Callable[..., RehearsalResult
     assert (found.outcome is Outcome.HANGS) == hangs, found.verdict()
     assert (found.kinds > 1) == hangs
     assert "9 of 1,024 ranks ran (ranks 0, 4, 7, 512, 516, 519, 1016, 1020, 1023)" in found.as_text()
+
+
+AGREE = """
+from torch.distributed.algorithms.join import Join
+model, told, count = DistributedDataParallel(layer), [RANK], torch.tensor(3 + RANK, device="cuda")
+dist.broadcast_object_list(told)
+dist.all_reduce(count, dist.ReduceOp.MIN)
+with Join([model]):
+    for _ in range(count.item() + told[0] + RANK % 2):
+        model(x).sum().backward()
+"""
+
+
+def test_representatives_decide_by_values_of_each_other(run: Callable[..., RehearsalResult]) -> None:
+    found = run(AGREE, 1024)
+    assert found.fits, (found.verdict(), found.output)
+    assert [each["rank"] for each in found.rank_peaks] == [0, 512, 1023]

@@ -121,6 +121,36 @@ def test_each_stage_of_a_pipeline_has_its_peak_without_an_option(rehearse: Rehea
     assert f"reserved at most on rank {fullest} of {stages} (" in answer.found["verdict"]
 
 
+SCHEDULES = """
+    import os, torch, torch.distributed as dist
+    from torch.distributed.pipelining import PipelineStage, schedules
+
+    dist.init_process_group("nccl")
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    torch.cuda.set_device(device := torch.device("cuda", rank))
+    rows = torch.ones(32, 8, device=device)
+    for name in sorted(each for each in vars(schedules) if each.startswith("Schedule")):
+        single = issubclass(schedule := getattr(schedules, name), schedules.PipelineScheduleSingle)
+        second = 2 * ranks - 1 - rank if name in ("ScheduleZBVZeroBubble", "ScheduleDualPipeV") else rank + ranks
+        parts = {at: torch.nn.Linear(8, 8, device=device) for at in ([rank] if single else [rank, second])}
+        last = ranks * len(parts) - 1
+        stages = [PipelineStage(part, at, last + 1, device) for at, part in parts.items()]
+        run = schedule(stages[0] if single else stages, 8, loss_fn=lambda out, _: out.mean())
+        optimizer = torch.optim.SGD([weight for part in parts.values() for weight in part.parameters()])
+        for _ in range(2):
+            run.step(*[rows] * (rank == 0), **{"target": rows} if last in parts else {}, return_outputs=False)
+            optimizer.step()
+        os.write(2, f"[{rank} {name}]\\n".encode())
+"""
+
+
+def test_no_schedule_of_torch_hangs(rehearse: Rehearse) -> None:
+    answer = rehearse(SCHEDULES, "--ranks", "4", "--together", "--once", "--steps", "0", status=0)
+    assert answer.found["hang"] is None
+    ended = re.findall(r"^\[(\d) (\w+)\]$", answer.printed, re.MULTILINE)
+    assert len(ended) == 4 * len({name for _, name in ended}) >= 28, answer.printed
+
+
 def test_one_rank_of_each_stage_has_the_peak_that_it_has_among_all(rehearse: Rehearse) -> None:
     command = ("torchrun", "--nproc_per_node", "4", "train.py", "Schedule1F1B", "2")
     every = rehearse(PIPELINE, "--together", command=command)
@@ -218,7 +248,7 @@ def test_rank_that_takes_no_step_because_another_did_not_run_has_no_answer(rehea
         if go.item():
             optimizer.step()
     """
-    for ranks, fits in ("3,7", None), ("0,3", None), ("", True):
+    for ranks, fits in ("3,7", None), ("0,3", True), ("", True):
         options = ("--together", *[ranks] * bool(ranks))
         found = rehearse(script, "--ranks", "8", *options).found
         assert (found["fits"], "that rank to --together" in found["verdict"]) == (fits, fits is None), found["verdict"]

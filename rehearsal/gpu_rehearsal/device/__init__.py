@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from gpu_rehearsal.device.build import build
@@ -17,8 +17,8 @@ from gpu_rehearsal.errors import NullCudaError
 from gpu_rehearsal.formatting import parse_bytes
 
 __all__ = [
-    "MAX_DEVICES", "NullCudaError", "build", "environment", "record", "record_lines", "set_card", "set_memory",
-    "settle", "used_convolutions", "used_memory", "used_workspaces",
+    "MAX_DEVICES", "NullCudaError", "build", "environment", "exchange", "record", "record_lines", "set_card",
+    "set_memory", "settle", "used_convolutions", "used_memory", "used_workspaces",
 ]  # fmt: skip
 
 MAX_DEVICES = 16
@@ -78,6 +78,17 @@ def record_lines(line: Callable[[], str]) -> None:
 def record(*fields: object) -> None:
     """Add a line to the recording."""
     _function("null_cuda_record")("\t".join(map(str, fields)).encode())
+
+
+def exchange(
+    kind: int, sent: int, received: int, count: int, dtype: int, what: int, group: int, rank: int,
+    sources: Sequence[int], number: int,
+) -> None:  # fmt: skip
+    """Exchange small tensors with the ranks of a group that run. `sources` has for each rank the one that it equals."""
+    _function("null_cuda_exchange")(
+        kind, ctypes.c_void_p(sent), ctypes.c_void_p(received), ctypes.c_size_t(count), dtype, what,
+        ctypes.c_uint64(group), len(sources), rank, (ctypes.c_int * len(sources))(*sources), number,
+    )  # fmt: skip
 
 
 def settle(address: int, size: int) -> None:

@@ -24,6 +24,8 @@ typedef struct Communicator {
   uint64_t id;
   Channel *from, *to_one; // messages of each rank to all, and of this rank to each
   Channel *from_one;      // messages of each rank to this one
+  const int *source;      // for each rank the one whose messages it has, if only some run; else NULL
+  struct Communicator *next;
 } Communicator;
 typedef struct { char bytes[128]; } UniqueId;
 typedef struct Receipt { // a collective whose result was not read yet
@@ -149,9 +151,11 @@ static int deliver(Receipt *r) { // returns 0 if a message has not arrived
   memset(messages, 0, sizeof messages);
   for (int k = 0; k < n && done; k++) { // a wait looks only for the missing message
     int i = (r->missing + k) % n;
+    if (c->source && c->source[i] != i) continue;
     from[i] = one ? channel(c, &c->from_one[r->what], r->what, c->rank) : channel(c, &c->from[i], i, -1);
     if (!(messages[i] = peek(from[i], &sizes[i]))) done = 0, r->missing = i;
   }
+  for (int i = 0; i < n && done && c->source; i++) messages[i] = messages[c->source[i]], sizes[i] = sizes[c->source[i]];
   int root = r->kind == GATHER ? r->what : r->kind == REDUCE_TO ? r->what / 8 : c->rank; // who gets the result
   if (done && r->out && root == c->rank)
     for (int i = 0, first = 1; i < n; i++) {
@@ -167,6 +171,7 @@ static int deliver(Receipt *r) { // returns 0 if a message has not arrived
       }
     }
   for (int i = 0; i < n; i++) {
+    if (c->source && c->source[i] != i) continue;
     if (done) from[i]->at += 8 + sizes[i];
     free(messages[i]);
   }
@@ -223,6 +228,25 @@ API void null_cuda_fail_nccl_after(int calls) { fails_after = calls; }
 
 static int launch, depth; // calls between ncclGroupStart and ncclGroupEnd have the same number of a launch
 
+static void transfer(int kind, const void *in, void *out, size_t count, int type, int what, Communicator *c, int number) {
+  size_t bytes = count * type_bytes[type];
+  if (bytes > (type < HALF ? MOST_BYTES : MOST_FLOAT_BYTES)) return;
+  settle(in, kind == RECEIVE ? 0 : bytes * parts(kind, c));
+  pthread_mutex_lock(&lock);
+  if (kind != RECEIVE) {
+    if (kind == SEND) post(channel(c, &c->to_one[what], c->rank, what), in, bytes);
+    else post(channel(c, &c->from[c->rank], c->rank, -1), in, bytes * parts(kind, c));
+  }
+  if (kind != SEND) {
+    Receipt *r = malloc(sizeof *r), **last = &receipts;
+    *r = (Receipt){c, kind, type, what, count, out, number, 0, NULL};
+    before_release(out, result_bytes(r));
+    while (*last) last = &(*last)->next;
+    *last = r;
+  }
+  pthread_mutex_unlock(&lock);
+}
+
 static int call(int kind, const void *in, void *out, size_t count, int type, int what, Communicator *c, void *stream) {
   char at[512];
   if (fails_after >= 0 && fails_after-- == 0) return 1; // ncclUnhandledCudaError
@@ -238,22 +262,7 @@ static int call(int kind, const void *in, void *out, size_t count, int type, int
     kind >= SEND ? "a message" : kinds[kind], count, type_names[type], details, caller(at, sizeof at), (long)stream, launch);
   int number = launch;
   launch += !depth;
-  size_t bytes = count * type_bytes[type];
-  if (bytes > (type < HALF ? MOST_BYTES : MOST_FLOAT_BYTES)) return SUCCESS;
-  settle(in, kind == RECEIVE ? 0 : bytes * parts(kind, c));
-  pthread_mutex_lock(&lock);
-  if (kind != RECEIVE) {
-    if (kind == SEND) post(channel(c, &c->to_one[what], c->rank, what), in, bytes);
-    else post(channel(c, &c->from[c->rank], c->rank, -1), in, bytes * parts(kind, c));
-  }
-  if (kind != SEND) {
-    Receipt *r = malloc(sizeof *r), **last = &receipts;
-    *r = (Receipt){c, kind, type, what, count, out, number, 0, NULL};
-    before_release(out, result_bytes(r));
-    while (*last) last = &(*last)->next;
-    *last = r;
-  }
-  pthread_mutex_unlock(&lock);
+  transfer(kind, in, out, count, type, what, c, number);
   return SUCCESS;
 }
 API int ncclAllGather(const void *in, void *out, size_t n, int type, Communicator *c, void *s) { return call(ALL_GATHER, in, out, n, type, 0, c, s); }
@@ -278,10 +287,14 @@ API int ncclGroupStart(void) { return depth++, SUCCESS; }
 API int ncclGroupEnd(void) { return launch += !--depth, SUCCESS; }
 
 // Communicators.
+static Communicator *create(int ranks, int rank, uint64_t id) {
+  Communicator *c = calloc(1, sizeof *c);
+  *c = (Communicator){ranks, rank, 0, id, calloc(ranks, sizeof(Channel)), calloc(ranks, sizeof(Channel)), calloc(ranks, sizeof(Channel))};
+  return c;
+}
 static int new_communicator(Communicator **out, int ranks, int rank, uint64_t id) {
   char at[512];
-  Communicator *c = *out = calloc(1, sizeof *c);
-  *c = (Communicator){ranks, rank, 0, id, calloc(ranks, sizeof(Channel)), calloc(ranks, sizeof(Channel)), calloc(ranks, sizeof(Channel))};
+  *out = create(ranks, rank, id);
   if (records()) say("host\t%lx\t%d\t%d\tcreates it\t%s\t\n", (long)id, rank, ranks, caller(at, sizeof at));
   return SUCCESS;
 }
@@ -321,6 +334,21 @@ API int ncclCommSplit(Communicator *of, int color, int key, Communicator **out, 
   if (color < 0) return *out = NULL, SUCCESS;
   uint64_t id = (of->id + of->splits) * 0x9E3779B97F4A7C15;
   return new_communicator(out, ranks, rank, (id ^ id >> 31 ^ (uint64_t)color << 16) * 0xBF58476D1CE4E5B9 >> 8);
+}
+// Python: a collective of torch's fake group. Those of its ranks that run send each other small tensors.
+API void null_cuda_exchange(
+  int kind, const void *in, void *out, size_t count, int type, int what, uint64_t id, int ranks, int rank, const int *source, int number) {
+  static Communicator *known;
+  if (!records()) return;
+  pthread_mutex_lock(&lock);
+  Communicator *c = known;
+  while (c && c->id != id) c = c->next;
+  if (!c) {
+    c = create(ranks, rank, id), c->next = known, known = c;
+    c->source = memcpy(malloc(ranks * sizeof *source), source, ranks * sizeof *source);
+  }
+  pthread_mutex_unlock(&lock);
+  transfer(kind, in, out, count, type, what, c, number);
 }
 API const char *ncclGetErrorString(int error) {
   return error ? "unhandled cuda error (run with NCCL_DEBUG=INFO for details)" : "no error"; // as NCCL's

@@ -251,7 +251,9 @@ def _decision(replay: Replay, choices: Sequence[tuple[NcclCall, str, list[_Block
 def _left_loop(replay: Replay, mine: NcclCall, theirs: NcclCall | None, rank: str) -> str:
     """Return the cause if a call is in a loop that the other rank has left, after it made a call there."""
     there = {*_blocks(theirs.line)} if theirs else set()
-    made = replay.recordings[rank].lines if rank in replay.recordings else set()
+    calls = replay.recordings[rank].calls.values() if rank in replay.recordings else ()
+    before = (call for each in calls for call in each if theirs is None or call.order < theirs.order)
+    made = {line for call in before for line in call.line.split(" < ")}
     for block in _blocks(mine.line):
         if block.is_loop and block not in there and not made.isdisjoint(block.inside):
             return (f"{rank} left the loop `{block.source}` at {block.place} before {mine.rank}: it has fewer batches, "

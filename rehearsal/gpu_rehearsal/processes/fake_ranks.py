@@ -20,7 +20,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
 from gpu_rehearsal.errors import CannotRehearse
-from gpu_rehearsal.recording.calls import record_description, record_group, record_host_call
+from gpu_rehearsal.recording.calls import record_description, record_fake, record_group, record_host_call
 from gpu_rehearsal.recording.operations import RECORDER
 from gpu_rehearsal.replacing import replace_everywhere
 from gpu_rehearsal.settings import ONE_MACHINE
@@ -93,6 +93,12 @@ class FakeRanks:
         self._ranks = ranks
         self._rank, self._running = self._start_ranks(ranks)
         set_rank_variables(self._rank, ranks)
+        if 1 < len(self._running) < ranks:  # send objects from the device, because incomplete groups exchange only such
+            c10d: Any = dist.distributed_c10d
+            usual = c10d._get_object_coll_device
+            c10d._get_object_coll_device = lambda group=None: (
+                "cuda" if dist.get_backend(group) == "fake" else usual(group)
+            )
 
     def _backend(self, ranks: Sequence[int]) -> str:
         return "cpu:gloo,cuda:nccl" if len(ranks) > 1 and {*ranks} <= {*self._running} else "fake"
@@ -139,7 +145,7 @@ class FakeRanks:
     def _broadcast_object_list(
         self, object_list: Any, src: Any = None, group: Any = None, *args: Any, **kw: Any
     ) -> None:
-        if dist.is_initialized() and dist.get_backend(group) != "fake":
+        if dist.is_initialized() and len({*self._running}.intersection(dist.get_process_group_ranks(group))) > 1:
             self._real_broadcast(object_list, src, group, *args, **kw)
         elif self._rank and all(each is None for each in object_list):
             raise CannotRehearse(f"rank {self._rank} waits for objects of another rank: rehearse rank 0, or --together")
@@ -200,6 +206,7 @@ def _skip_reductions_of_ddp() -> None:
 def _bucket_unchanged(group: dist.ProcessGroup, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     """Return DDP's bucket unchanged. This replaces an all-reduce, because that of a fake group returns no tensor."""
     RECORDER.add_bucket(bucket.buffer().nbytes, dist.get_process_group_ranks(group))
+    record_fake(group, "allreduce_", [bucket.buffer()])
     reduced: torch.futures.Future[torch.Tensor] = torch.futures.Future()
     reduced.set_result(bucket.buffer())
     return reduced

@@ -115,7 +115,7 @@ def main(
         """Return the rank of this process, and the ranks that run."""
         memory, rank = settings.memory_of_rank(ranks), settings.rank
         set_card(memory=memory["usable_bytes"], devices=settings.devices_of(ranks))
-        running = settings.running(ranks)
+        values.running = running = settings.running(ranks)
         if len(running) > 1:
             rank, after_last_step = fork_ranks(running, folder, command)
             recorder.move_to(folder / str(rank), after_last_step)

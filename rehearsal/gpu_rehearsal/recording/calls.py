@@ -10,6 +10,7 @@ import sys
 import sysconfig
 import threading
 import traceback
+import zlib
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from types import FrameType
@@ -66,16 +67,23 @@ def record_group(group: Any) -> None:
     """Record that this rank is a member of a group, in which it may not make a call."""
     if _started and isinstance(group, dist.ProcessGroup) and group.size() > 1:
         fake = dist.get_backend(group) == "fake"
-        _describe(group.group_name if fake else _on_hosts(group), group, 0 if fake else group.size())
+        _describe(f"{number_of(group):x}" if fake else _on_hosts(group), group, 0 if fake else group.size())
 
 
-def record_fake(group: dist.ProcessGroup, what: str, tensors: Sequence[torch.Tensor]) -> None:
-    """Record a collective of a group of which only some ranks run. No stream waits for it."""
+def number_of(group: dist.ProcessGroup) -> int:
+    """Return a number of a group of which only some ranks run, equal on these."""
+    return 2**32 + zlib.crc32(group.group_name.encode())
+
+
+def record_fake(group: dist.ProcessGroup, what: str, tensors: Sequence[torch.Tensor]) -> int:
+    """Record a collective of a group of which only some ranks run, and return its number. No stream waits for it."""
+    number = next(_numbers)
     if _started and group.size() > 1:
-        _describe(name := group.group_name, group, 0)
+        _describe(name := f"{number_of(group):x}", group, 0)
         what = what.strip("_")
         what = what if what in _SIZES_DIFFER else _with_size(what, tensors)
-        device.record("call", name, "", "", what, lines(), f"{NO_STREAM}{name}", next(_numbers))
+        device.record("call", name, "", "", what, lines(), f"{NO_STREAM}{name}", number)
+    return number
 
 
 def _recorded(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
@@ -154,7 +162,7 @@ def lines_of(frames: Iterable[tuple[FrameType, int]]) -> str:
 
 @functools.cache
 def _file(name: str) -> tuple[str, bool]:
-    """Return a file outside of torch and Cython, else "", and whether it belongs to no library."""
-    if name.startswith(_TORCH) or name.endswith((".pyx", ".pxi")):
+    """Return a file outside of torch, its compiled code and Cython, else "", and whether it belongs to no library."""
+    if name.startswith(_TORCH) or "/torchinductor_" in name or name.endswith((".pyx", ".pxi")):
         return "", False
     return os.path.relpath(name) if name.startswith(os.getcwd()) else name, not name.startswith(LIBRARIES)

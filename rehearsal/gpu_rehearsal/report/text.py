@@ -95,7 +95,7 @@ def _assumed(found: Record) -> list[str]:
         return []
     kinds = count_of(found.kinds, "sequence") + " of calls"
     who = f"{len(ran)} of {found.ranks:,} ranks ran ({ranks_named(ran)})"
-    wrong = "the ranks of an incomplete group exchange no values: if the script decides by them, the hang may be wrong"
+    wrong = "the others are assumed to send the values of the rank before them: if they do not, the hang may be wrong"
     return [f"{who} and made {kinds}: the others are assumed to make the same", *[wrong] * bool(found.hang)]
 
 

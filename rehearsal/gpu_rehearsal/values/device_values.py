@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from operator import attrgetter
 from typing import Any
@@ -12,7 +12,8 @@ import torch.distributed as dist
 from torch.utils._device import _device_constructors
 from torch.utils._pytree import tree_leaves, tree_map
 
-from gpu_rehearsal.recording.calls import record_fake
+from gpu_rehearsal import device
+from gpu_rehearsal.recording.calls import number_of, record_fake
 from gpu_rehearsal.report.record import NEEDS_OTHERS
 from gpu_rehearsal.values.followed import KINDS
 from gpu_rehearsal.values.guesses import Guesses
@@ -32,6 +33,13 @@ _EQUAL_ON_RANKS = ("allreduce_", "broadcast_", "allgather_", "_allgather_base_")
 """Operations after which all ranks of a group have the same values."""
 _RECEIVING = ("broadcast_", "scatter_", "recv_", "recv_any_source_")
 """Operations after which a tensor has the values of another rank."""
+_EXCHANGED = {"_allgather_base_": 0, "allreduce_": 1, "broadcast_": 3, "allgather_": 3}
+"""Operations that the running ranks of an incomplete group exchange, with their numbers in nccl.c: `allgather_`
+broadcasts the tensor of each rank."""
+_REDUCTIONS = dist.ReduceOp.SUM, dist.ReduceOp.PRODUCT, dist.ReduceOp.MAX, dist.ReduceOp.MIN, dist.ReduceOp.AVG
+_TYPES = {
+    torch.int8: 0, torch.uint8: 1, torch.bool: 1, torch.int32: 2, torch.int64: 4, torch.float32: 7, torch.float64: 8,
+}  # fmt: skip
 _DYNAMIC = "_unique2", "unique_dim", "unique_consecutive", "repeat_interleave.Tensor"
 """Operations whose results have a size that depends on values."""
 _ALL = "_null_device_all"
@@ -51,6 +59,8 @@ class DeviceValues:
         self.known.check = self.guesses.check
         self.alone = True
         """True if the other ranks do not run."""
+        self.running: Sequence[int] = ()
+        """The ranks that run."""
         self.skew = 1.0
         self._routes = False  # True after a `topk`
 
@@ -101,9 +111,9 @@ class DeviceValues:
             # NCCL compares numbers of elements only, but a fake group compares shapes
             args = (args[0].view(-1), args[1].reshape(-1), *args[2:])
         if not together and not name.startswith(("send", "recv")):
-            record_fake(group, name, sent)
+            number = record_fake(group, name, sent)
         result = kernel.call_boxed(keys, *args)
-        if together:
+        if together or (name in _EXCHANGED and self._exchange(name, args, group, reduction, written, sent[0], number)):
             known |= name in _RECEIVING and all(map(_is_small, written))
         elif known:
             self._write_of_other_ranks(name, args, group, reduction, [on_host(each) for each in written])
@@ -112,6 +122,28 @@ class DeviceValues:
             if group.size() == dist.get_world_size() and name in _EQUAL_ON_RANKS:
                 vars(each.untyped_storage())["equal"] = _version(each)
         return result
+
+    def _exchange(
+        self, name: str, args: Any, group: dist.ProcessGroup, reduction: Any, written: list[torch.Tensor],
+        sent: torch.Tensor, number: int,
+    ) -> bool:  # fmt: skip
+        """Exchange small tensors with the ranks of an incomplete group that run. The others have the data of the one
+        before them. Return False if this rank is the only one, or if the tensors are not exchanged."""
+        ranks, running = dist.get_process_group_ranks(group), {*self.running}
+        there = [at for at, rank in enumerate(ranks) if rank in running]
+        small = all(_is_small(each) and each.is_contiguous() and each.is_cuda for each in (*written, sent))
+        operation = [at for at, each in enumerate(_REDUCTIONS) if reduction == each] or [0] * (reduction is None)
+        if len(there) < 2 or not small or sent.dtype not in _TYPES or not operation:
+            return False
+        sources = [max((each for each in there if each <= at), default=there[0]) for at in range(len(ranks))]
+        for at, each in enumerate(written):
+            root = args[2] if name == "broadcast_" else at if name == "allgather_" else operation[0]
+            given = each if name in ("allreduce_", "broadcast_") else sent
+            device.exchange(
+                _EXCHANGED[name], given.data_ptr(), each.data_ptr(), given.numel(), _TYPES[sent.dtype], root,
+                number_of(group), group.rank(), sources, number,
+            )  # fmt: skip
+        return True
 
     def _write_of_other_ranks(
         self, name: str, args: Any, group: dist.ProcessGroup, reduction: Any, written: list[torch.Tensor]
