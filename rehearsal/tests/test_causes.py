@@ -160,8 +160,13 @@ def test_representatives_stand_for_1024_ranks(run: Callable[..., RehearsalResult
 
 
 AGREE = """
+import tempfile
+from torch.distributed import checkpoint
 from torch.distributed.algorithms.join import Join
 model, told, count = DistributedDataParallel(layer), [RANK], torch.tensor(3 + RANK, device="cuda")
+folder = [tempfile.mkdtemp() if RANK == 0 else None]
+dist.broadcast_object_list(folder)
+checkpoint.save({"x": x}, checkpoint_id=folder[0])
 dist.broadcast_object_list(told)
 dist.all_reduce(count, dist.ReduceOp.MIN)
 with Join([model]):

@@ -6,6 +6,7 @@ import os
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -214,13 +215,19 @@ def _bucket_unchanged(group: dist.ProcessGroup, bucket: GradBucket) -> torch.fut
 
 def _save_checkpoints_without_other_ranks() -> None:
     """Let a distributed checkpoint contain only the shards of this rank."""
-    from torch.distributed.checkpoint import default_planner, utils
+    from torch.distributed.checkpoint import default_planner, filesystem, utils
     from torch.distributed.checkpoint.metadata import Metadata
 
+    rename = filesystem.FileSystem.rename
     construct, validate = utils._DistWrapper.__init__, default_planner._validate_global_plan
 
     def init(self: Any, group: Any, use_dist: bool, coordinator_rank: int) -> None:
         construct(self, group, False, 0)
 
+    def rename_once(*args: Any) -> None:
+        with suppress(FileNotFoundError):  # another rank that runs has renamed it
+            rename(*args)
+
+    filesystem.FileSystem.rename = rename_once  # type: ignore[method-assign,assignment]
     utils._DistWrapper.__init__ = init  # type: ignore[method-assign]
     default_planner._validate_global_plan = lambda *_: validate([], Metadata({}))
