@@ -238,11 +238,20 @@ class AsyncOutput:
 """
 
 
-def test_engine_of_vllm_runs_in_the_process_and_samples_one_token_for_each_request(tmp_path: Path) -> None:
+def test_engine_of_vllm_runs_in_the_process_samples_a_token_per_request_and_has_a_cache_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path / "cache"))
     package = tmp_path / "vllm" / "v1" / "worker" / "gpu"
     package.mkdir(parents=True)
     (package / "async_utils.py").write_text("import torch" + SAMPLED)
+    (tmp_path / "vllm" / "envs.py").touch()
     script = """
+import torch._inductor.config
+assert torch._inductor.config.force_disable_caches
+import vllm.envs
+assert not torch._inductor.config.force_disable_caches
+assert os.environ["VLLM_CACHE_ROOT"] != os.path.abspath("cache")
 from vllm.v1.worker.gpu.async_utils import AsyncOutput
 assert AsyncOutput(torch.empty(3, dtype=torch.long, device="cuda")).get_output() == [1, 1, 1]
 assert os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"

@@ -3,7 +3,7 @@
 Megatron: stand-ins for Apex's kernels, if Apex is not installed. They take as much memory as the kernels. Without them,
 Megatron has no fused softmax, and its LayerNorm has no sequence parallelism.
 
-vLLM: the number of tokens that a step of generation samples, which a kernel computes.
+vLLM: the number of tokens that a step of generation samples, which a kernel computes, and the cache of its compiler.
 """
 
 from __future__ import annotations
@@ -60,6 +60,11 @@ def stand_in_for_apex(_: ModuleType) -> None:
             sys.modules[name] = ModuleType(name)
             vars(sys.modules[name]).update(content)
         print("rehearse: Apex is not installed; its softmax and its LayerNorm are replaced", file=sys.stderr)
+
+
+def compile_each_layer_once(_: ModuleType) -> None:
+    """Let vLLM use Inductor's cache, which it needs. The rehearsal deletes it, because no kernel was tried."""
+    torch.compiler.config.force_disable_caches = False
 
 
 def sample_one_token(outputs: ModuleType) -> None:

@@ -39,7 +39,7 @@ from gpu_rehearsal.device import set_card
 from gpu_rehearsal.errors import CannotRehearse
 from gpu_rehearsal.processes.commands import LAUNCHERS, program_of, script_of, without_python
 from gpu_rehearsal.processes.fake_ranks import FakeRanks, replace_simple_launcher
-from gpu_rehearsal.processes.libraries import sample_one_token, stand_in_for_apex
+from gpu_rehearsal.processes.libraries import compile_each_layer_once, sample_one_token, stand_in_for_apex
 from gpu_rehearsal.processes.server import end_with_parent
 from gpu_rehearsal.processes.together import fork_ranks
 from gpu_rehearsal.recording.steps import StepRecorder, flush
@@ -98,7 +98,7 @@ def main(
     end_with_parent()
     signal.signal(signal.SIGINT, signal.default_int_handler)
     os.environ.clear()
-    os.environ.update(environ)
+    os.environ.update(environ, VLLM_CACHE_ROOT=f"{record}/vllm")
     folder, settings = Path(record), RankSettings(**given)
     # Python frees tensors in cycles when it collects all garbage, whose time would depend on the compiler's cache
     gc.set_threshold(*gc.get_threshold()[:2], 10_000)
@@ -138,10 +138,12 @@ def replace_functions() -> tuple[FakeRanks, DeviceValues]:
     """Replace the functions of torch that a null device does not support."""
     fake_ranks, values = FakeRanks(run), DeviceValues()
     fake_ranks.install()
+    torch.compiler.config.force_disable_caches = True  # peaks depend on Inductor's cache
     _skip_autotuning()
     _skip_writes_on_host()
     after_import("transformers.modeling_utils", _build_models_without_weights)
     after_import("megatron.core.utils", stand_in_for_apex)
+    after_import("vllm.envs", compile_each_layer_once)
     after_import("vllm.v1.worker.gpu.async_utils", sample_one_token)
     values.install()
     install_adapters()

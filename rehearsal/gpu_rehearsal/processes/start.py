@@ -23,11 +23,10 @@ from gpu_rehearsal.report.result import RehearsalResult
 from gpu_rehearsal.settings import MOST_UNASKED, RankSettings
 
 DEFAULTS = {
-    "TORCH_CPP_LOG_LEVEL": "ERROR", "TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1",
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_USE_FLASHINFER_SAMPLER": "0",
+    "TORCH_CPP_LOG_LEVEL": "ERROR", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_USE_FLASHINFER_SAMPLER": "0",
 }  # fmt: skip
-"""Hide warnings of torch's execution trace. Compile in each run, because peaks depend on Inductor's cache. Let vLLM run
-its engine in the script's process, whose memory is counted, and without kernels that are compiled at run time."""
+"""Hide warnings of torch's execution trace. Let vLLM run its engine in the script's process, whose memory is counted,
+and without kernels that are compiled at run time."""
 _FIXED = {"TORCHINDUCTOR_MAX_AUTOTUNE_GEMM_BACKENDS": "ATEN", "TORCHINDUCTOR_MAX_AUTOTUNE_CONV_BACKENDS": "ATEN"}
 """Use ATen's kernels instead of comparing the time of several."""
 _OF_OTHER_LAUNCH = re.compile(
