@@ -23,7 +23,7 @@ optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
 
 
 def forward_backward(samples):
-    """One microbatch. The loss is a sum, so that a sample counts the same however the step is split."""
+    """One microbatch. Returns the sum of its losses and its target tokens; `run` adds them up over all ranks."""
     tokens = nn.utils.rnn.pad_sequence(samples, batch_first=True)
     logits, labels = model(tokens[:, :-1].flatten()), tokens[:, 1:].flatten()
     loss = F.cross_entropy(logits, labels, ignore_index=0, reduction="sum")
@@ -44,7 +44,7 @@ with MemoryMeter(cap_bytes=15_000_000 if rank == 1 else None):
         result = runner.run([torch.arange(1, length) for length in lengths], step=step)
         for parameter in model.parameters():  # from the average over ranks to the mean over target tokens
             parameter.grad.mul_(ranks / result.target_tokens)
-        with runner.committing("optimizer.step", last_checkpoint=None):
+        with runner.committing("optimizer.step", last_checkpoint=None):  # reports out-of-memory errors
             optimizer.step()
         optimizer.zero_grad()
         if rank == 0:

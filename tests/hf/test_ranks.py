@@ -10,13 +10,14 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaForCausalLM, Trainer
+from transformers import LlamaForCausalLM, Trainer, default_data_collator
 from transformers.distributed import DistributedConfig
 
 from tests.distributed.faults.scenarios import SCENARIOS
 from tests.distributed.faults.sweeps import sweep
 from tests.hf.test_one_process import Stream
 from tests.hf.trainers import (
+    LONGEST,
     RANKS,
     Counting,
     arguments,
@@ -100,6 +101,51 @@ def test_ranks_with_batches_of_different_sizes_train_like_stock_until_memory_run
     assert difference(ours, stock) < 1e-6
     with pytest.raises(RecoveryUnsupportedError, match="batches of different sizes"):
         train(tmp_path, AdaptiveArguments(), faults=[(2, 40)], arguments=options)
+
+
+def refuses_short_rows(features: Any) -> Any:
+    if any(len(each["input_ids"]) < LONGEST for each in features):
+        raise ValueError("a row lacks its last tokens")
+    return default_data_collator(features)
+
+
+@on_joining_ranks(2)
+def test_rank_whose_last_batch_is_smaller_joins_the_check_of_the_loss_under_ddp(tmp_path: Path) -> None:
+    """In the last of four steps, rank 1 has 2 rows and rank 0 has 4. It is the second step that rank 0 splits, so it is
+    checked."""
+    settings = arguments(
+        tmp_path, max_steps=4, gradient_accumulation_steps=1, accelerator_config={"even_batches": False}
+    )
+    data = {"train_dataset": Counting(30), "arguments": settings}
+    ours = train(tmp_path, AdaptiveArguments(), faults=[(2, 40)], **data)
+    assert ours.column("microbatch_rows") == [4, 2, 2, 2]
+    assert difference(ours, train(tmp_path, **data)) < 1e-6
+
+
+@SHARDED
+@on_joining_ranks(2)
+def test_data_collator_that_does_not_pad_trains_like_stock(sharded: bool, tmp_path: Path) -> None:
+    """Rows have one length, as packing makes them. If a collator refuses shortened rows, the loss cannot be checked, so
+    an out-of-memory error cannot be recovered."""
+    if sharded:
+        use_fsdp2()
+    rows = [[*range(start, start + LONGEST)] for start in range(1, 97)]
+    data: dict[str, Any] = {"train_dataset": [{"input_ids": row, "labels": row} for row in rows]}
+    settings = arguments(tmp_path, max_steps=2, gradient_accumulation_steps=1)
+    stock = train(tmp_path, arguments=settings, data_collator=default_data_collator, **data)
+    for collator, faults in (default_data_collator, [(2, 40)]), (refuses_short_rows, []):
+        ours = train(tmp_path, AdaptiveArguments(), arguments=settings, data_collator=collator, faults=faults, **data)
+        assert difference(ours, stock) < 1e-6
+        assert ours.column("oom_recoveries")[-1] == len(faults)
+    with pytest.raises(RecoveryUnsupportedError, match="cannot collate"):
+        train(
+            tmp_path,
+            AdaptiveArguments(),
+            arguments=settings,
+            data_collator=refuses_short_rows,
+            faults=[(2, 40)],
+            **data,
+        )
 
 
 def fail_in_a_loss_that_communicates(batch_size: int, here: Path) -> None:

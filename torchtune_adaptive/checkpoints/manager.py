@@ -14,8 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from threading import Thread
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -25,7 +24,7 @@ from torch.optim import Optimizer
 from torchtune import training
 from torchtune.utils import get_logger
 
-from torchtune_adaptive.checkpoints import store
+from torchtune_adaptive.checkpoints import rank_0, store
 from torchtune_adaptive.checkpoints.contents import (
     AnyOptimizer,
     Contents,
@@ -43,12 +42,11 @@ from torchtune_adaptive.config import components
 from torchtune_adaptive.config.components import COMPONENT, in_a_line
 from torchtune_adaptive.config.keys import REMEDIES, Settings
 from torchtune_adaptive.engine.oom import fatal_on_oom, is_oom
-from torchtune_adaptive.engine.ranks import Value, explaining_failures, from_all_ranks, from_rank_0
+from torchtune_adaptive.engine.ranks import Value, explaining_failures, from_all_ranks
 from torchtune_adaptive.engine.snapshot import RngState
 from torchtune_adaptive.errors import (
     AdaptiveError,
     CheckpointError,
-    CollectiveFailedError,
     ConfigError,
     Remedy,
     RunStopped,
@@ -62,13 +60,6 @@ logger = logging.getLogger(__name__)
 
 FOR_SAVES = (Remedy.MORE_RANKS, Remedy.LARGER_BUDGET)
 """Remedies for an out-of-memory error in a save."""
-MESSAGE_EVERY_S = 2.0
-"""Seconds between two messages to the ranks that wait. Less than any timeout of a process group."""
-PATIENCE_S, LEAST_BYTES = 1800.0, 2**20
-"""Rank 0 is stuck if it reads and writes fewer bytes than this in so many seconds."""
-
-Result = TypeVar("Result")
-Stuck = TypeVar("Stuck")
 
 
 def build_checkpointer(cfg: DictConfig, staging: Path, files: Files | None) -> Checkpointer:
@@ -248,8 +239,8 @@ class CheckpointManager:
                 failure = self._not_saved(name, describe_failure(error, self._directory.path))
             return failure, os.path.isdir(self._directory.staging), THIS_RUN.stop_requested()
 
-        stuck = self._not_saved(name, f"rank 0 has made no progress for {PATIENCE_S / 60:g} minutes")
-        failure, is_ours, self._stop_requested = on_rank_0(write, if_stuck=(stuck, True, False))
+        stuck = self._not_saved(name, rank_0.no_progress())
+        failure, is_ours, self._stop_requested = rank_0.run(write, if_stuck=(stuck, True, False))
         if failure is not None:
             if not is_ours:  # the directory may belong to another run now
                 THIS_RUN.record_directory = None
@@ -312,33 +303,6 @@ class CheckpointManager:
             shutil.rmtree(self._directory.staging, ignore_errors=True)
             with suppress(OSError):
                 self._directory.staging.parent.rmdir()
-
-
-def on_rank_0(work: Callable[[], Result], if_stuck: Stuck) -> Result | Stuck:
-    """Collective: call `work` in a thread of rank 0, and return its result, or `if_stuck`, on every rank. `work` must
-    neither communicate nor raise."""
-    message: list[Result | Stuck] = []
-    if dist.get_rank() != 0:
-        while not message:
-            message = from_rank_0(message)
-        return message[0]
-    results: list[Result] = []
-    thread = Thread(target=lambda: results.append(work()), daemon=True)
-    thread.start()
-    moved, until = -LEAST_BYTES, 0.0
-    while not message:
-        thread.join(MESSAGE_EVERY_S)
-        ended = not thread.is_alive()
-        counters = Path("/proc/self/io").read_text().split()  # rchar: 4096 wchar: 4096 ...
-        if (now := int(counters[1]) + int(counters[3])) >= moved + LEAST_BYTES:
-            moved, until = now, time.monotonic() + PATIENCE_S
-        message = [*results] or [if_stuck] * (ended or time.monotonic() > until)
-        try:
-            from_rank_0(message)
-        except CollectiveFailedError:  # a peer has exited
-            thread.join()
-            raise
-    return message[0]
 
 
 def describe_failure(error: Exception, directory: Path) -> str:

@@ -19,11 +19,11 @@ from typing import IO, Any, TypeAlias, cast
 import torch.distributed as dist
 from omegaconf import DictConfig, OmegaConf
 
-from torchtune_adaptive.checkpoints import store
+from torchtune_adaptive.checkpoints import rank_0, store
 from torchtune_adaptive.checkpoints.store import Files, FoundCheckpoint, Manifest, OutputDirectory
 from torchtune_adaptive.config.keys import AUTO, Settings, flat
-from torchtune_adaptive.engine.ranks import from_all_ranks, from_rank_0
-from torchtune_adaptive.errors import AdaptiveError, ConfigError, RunFinished
+from torchtune_adaptive.engine.ranks import from_all_ranks
+from torchtune_adaptive.errors import CheckpointError, ConfigError, RunFinished
 from torchtune_adaptive.formatting import count_of
 from torchtune_adaptive.lifecycle import run_state
 from torchtune_adaptive.lifecycle.run_state import THIS_RUN, lock_directory, unwritable
@@ -81,25 +81,26 @@ class Start:
 def find_start(settings: Settings, recipe: str, *, ranks: int, steps: StepsOnRanks | None = None) -> Start:
     """Collective: return where the run starts, on this number of data-parallel ranks. Raise RunFinished or another
     error on all ranks or on none."""
-    decision: Start | Exception | None = None
-    lock: IO[bytes] | None = None
-    if dist.get_rank() == 0:
+    locks: list[IO[bytes]] = []  # on rank 0, because a lock cannot be sent
+
+    def lock_and_decide() -> Start | Exception:
         try:
-            lock = lock_directory(Path(settings.output_dir))
-            decision = decide(settings, recipe, ranks, steps)
-        except (AdaptiveError, RunFinished) as error:
-            decision = error
-            if lock is not None:
+            locks.append(lock_directory(Path(settings.output_dir)))
+            return decide(settings, recipe, ranks, steps)
+        except Exception as error:  # noqa: BLE001 - the other ranks wait for the outcome
+            for lock in locks:
                 lock.close()
-    start = from_rank_0(decision)
+            return error
+
+    stuck = CheckpointError(f"{rank_0.no_progress()} while it verified the checkpoints in {settings.output_dir}")
+    start = rank_0.run(lock_and_decide, if_stuck=stuck)
     if isinstance(start, Exception):
         raise start
-    assert start is not None, "rank 0 has decided"
     own_path = Path(settings.output_dir).absolute()  # a relative path may differ between nodes
     start = replace(start, directory=replace(start.directory, path=own_path))
     _check_shared(start, settings)
     begin_record(own_path, start.serial)
-    return replace(start, lock=lock)
+    return replace(start, lock=next(iter(locks), None))
 
 
 def begin_record(directory: Path, serial: int) -> None:
@@ -153,7 +154,10 @@ def choose_checkpoint(
     steps: StepsOnRanks | None = None,
 ) -> tuple[Files | None, Manifest | None]:
     """Return the files to resume from and their manifest, or None and None for a fresh start. Changes no file."""
-    newest, skipped = store.newest_intact(checkpoints if settings.resume_from_checkpoint == AUTO else ())
+    resumes = checkpoints if settings.resume_from_checkpoint == AUTO else ()
+    if resumes:
+        logger.info("verifying the newest checkpoint in %s", settings.output_dir)
+    newest, skipped = store.newest_intact(resumes)
     for checkpoint in skipped:
         logger.warning("skipped: %s %s", checkpoint.path, checkpoint.fault)
     if newest is not None and newest.manifest is not None:

@@ -36,9 +36,9 @@ class EqualSteps:
     _instances = 0
 
     def __init__(self, *, enabled: bool) -> None:
-        # a unique key, equal on all ranks, because they create their runners in the same order
+        # a unique key, equal on all ranks, because they create the runners of sharded models in the same order
         self._name = f"torchtune_adaptive/step/{EqualSteps._instances}"
-        EqualSteps._instances += 1
+        EqualSteps._instances += enabled
         self._announced, self._announcements, self._unchecked = "", 0, False
         self._enabled = enabled and world_size() > 1 and dist.get_backend() != "fake"  # fake groups have no peers
 

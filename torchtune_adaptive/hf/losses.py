@@ -62,7 +62,10 @@ NOT_SPLIT = (
     "so a step cannot be split; use a loss that is a sum or a mean over rows or tokens, and that compares no samples, "
     "uses no batch normalization and draws no random numbers for each row"
 )
-CHECK_FAILED = "the check of the loss, which needs two short samples in one batch, ran out of memory"
+CHECK_FAILED = (
+    "the check of the loss, which needs two short samples in one batch, ran out of memory, or the data collator cannot "
+    "collate them"
+)
 UNDECIDED = (
     "the check of the loss does not show if a step can be split, because the losses of short samples are equal (for "
     "example 0), infinite or NaN"
@@ -166,7 +169,7 @@ def find_reduction(
 ) -> Found:
     """Collective: find out how losses add up, from as few comparisons as possible, with `thorough` from two or more.
 
-    `compare` is collective. It returns the losses on all ranks, or None if a rank runs out of memory. Try `known`
+    `compare` is collective. It returns the losses on all ranks, or None if a rank could not compute them. Try `known`
     first. Errors are relative to `scale` if that is larger than the losses.
     """
     tolerance = tolerance_of(model, mixed_precision=trainer.accelerator.mixed_precision != "no")
@@ -279,6 +282,9 @@ class LossCheck:
         self.runner.trains = False
         self._trainer, self._model, self._collate = trainer, model, collate
         self._split_steps = 0
+        self._pads: bool | None = None
+        """True if the collator pads samples of different lengths, unlike `default_data_collator`; unknown until the
+        first check."""
         self._scale = 0.0
         """The largest loss of the first check. Later checks divide errors by the larger one of this loss and the
         current one, because with a current loss near 0, rounding alone would be a large relative error."""
@@ -326,16 +332,21 @@ class LossCheck:
         alone: bool = False,
     ) -> list[TwoSamples] | None:
         """Collective: return the losses of groups of samples on all ranks, in one batch and in separate batches; None
-        if a rank runs out of memory.
+        if a rank runs out of memory or cannot collate the samples.
 
         The model is in training mode, since some terms of a loss exist only there, but without dropout. If a forward
         pass draws random numbers on any rank, try again in evaluation mode. With `alone`, run one sample twice instead,
         so that the engine sees if the loss communicates.
         """
-        firsts, second = candidates(samples, look.rows)
+        if self._pads is None:
+            unequal = [samples[0].shortened(SHORTER), samples[0]]
+            self._pads = all(from_all_ranks(can_collate(self._collate, unequal)))
+        firsts, second = candidates(samples, look.rows, pads=self._pads)
         if not (is_whole(self._model) or isinstance(second[0], GeneratedRow)):  # so that all ranks use the same layers
             firsts, second = from_all_ranks((firsts, second))[0]
         pairs = [microbatch for first in firsts for microbatch in (first, [*first, *second])]
+        if not all(from_all_ranks(can_collate(self._collate, second if alone else pairs[-1]))):
+            return None  # an error on one rank would leave its peers in a collective
         attention = getattr(getattr(self._model, "config", None), "_attn_implementation", None)
         self._num_items, self._restore = num_items, restore
         self._restore_attributes = remember_attributes(self._trainer, *self._model.modules())
@@ -387,7 +398,16 @@ def losses_of_groups(
     return [*chain(*from_all_ranks(tried))]
 
 
-def candidates(samples: Sequence[Any], rows: int = 2) -> tuple[list[list[RawSample]], list[RawSample]]:
+def can_collate(collate: Callable[[Sequence[RawSample]], object], samples: Sequence[RawSample]) -> bool:
+    """Return True if these samples can be collated to one batch."""
+    try:
+        collate(samples)
+    except Exception:  # noqa: BLE001 - a collator may raise any error
+        return False
+    return True
+
+
+def candidates(samples: Sequence[Any], rows: int, *, pads: bool) -> tuple[list[list[RawSample]], list[RawSample]]:
     """Collective: return candidates for the first of two groups of samples, and the second group. Each group has one
     sample or, with more than two `rows`, half of them.
 
@@ -414,9 +434,10 @@ def candidates(samples: Sequence[Any], rows: int = 2) -> tuple[list[list[RawSamp
         second: list[RawSample] = [each.scored(2.0, targets=each.length) for each in others]
     else:
         # shorter than the second group, so that the batch of both is padded
-        marked = ((each, each.with_targets(few=True)) for each in (one.shortened(SHORTER) for one in firsts))
+        shorter = [each.shortened(SHORTER) for each in firsts] if pads else firsts
+        marked = ((each, each.with_targets(few=True)) for each in shorter)
         # a pair of answers has no labels of which some could be ignored
-        few = [each.shortened(CHECKED_TOKENS // 2) if same is each else same for each, same in marked]
+        few = [each.shortened(CHECKED_TOKENS // 2) if same is each and pads else same for each, same in marked]
         second = [each.with_targets() for each in others]
     return [few] if rows > 2 else [[each] for each in few], second
 

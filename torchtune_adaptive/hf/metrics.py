@@ -159,9 +159,8 @@ def only_fsdp_communicates(trainer: Any, model: nn.Module, *, generated: bool = 
             stack.enter_context(override_attributes(trainer.accelerator, **local))
         if gathers_head:
             head.unshard()
+            stack.callback(head.reshard)
         yield
-        if gathers_head:
-            head.reshard()
 
 
 def _repeat_for_ranks(value: Any, *_: Any, **__: Any) -> Any:

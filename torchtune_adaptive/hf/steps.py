@@ -101,13 +101,14 @@ class OneStep:
         self._counts_of_batches = [batch.counts for batch in batches]
         self._counts = Counts.total(self._counts_of_batches)
 
-    def begin_attempt(self, plan: Plan, limit: Limit) -> bool:
-        """Begin an attempt. Return True if the plan splits batches of the data loader."""
+    def begin_attempt(self, plan: Plan, limit: Limit, rows: int) -> bool:
+        """Begin an attempt. Return True if the plan splits batches of the data loader, or would split one with these
+        rows. The last batch of a rank may have fewer."""
         self.attempts += 1
         batches = [{self._batch_of[id(self.samples[index])] for index in rows} for rows in plan]
         # Under a limit by length, the plans of ranks differ, but the check of the loss is collective.
         self.keeps_batches = not limit.by_length and all(len(each) <= 1 for each in batches)
-        return not (self.keeps_batches and len(plan) == self.batches)
+        return limit.size < rows or not (self.keeps_batches and len(plan) == self.batches)
 
     def batch_of(self, samples: Sequence[RawSample]) -> int:
         """Return the number of the batch that these samples are a part of; 0 if microbatches mix batches."""
@@ -169,9 +170,9 @@ class OptimizerSteps:
         self._step = self._new_step(batches, num_items)
         if self._media and not is_whole(self.model):
             self._find_donor()
-        rows = trainer.args.per_device_train_batch_size
+        self._rows = rows = trainer.args.per_device_train_batch_size
         if trainer.accelerator.split_batches:
-            rows = max(1, rows // world_size())
+            self._rows = rows = max(1, rows // world_size())
         self.runner = self._new_runner(rows)
         self._check = LossCheck(trainer, self.model, self._collated, self.runner.kind, shared.recovery)
         self._check_token_budget()
@@ -318,7 +319,7 @@ class OptimizerSteps:
         loss: after an out-of-memory error, and in the first, second, 4th, 8th and so on of these steps."""
         self._step.restore()
         self.metrics.discard_step()
-        if not self._step.begin_attempt(plan, self.runner.limit):
+        if not self._step.begin_attempt(plan, self.runner.limit, self._rows):
             return
         step, last_check, is_first = (
             self.trainer.state.global_step + 1,

@@ -33,7 +33,7 @@ def output_of(example: str, launcher: Sequence[str] = TORCHRUN) -> str:
     return run.output
 
 
-@pytest.mark.smoke("plain")
+@pytest.mark.smoke("plain", "torchrun")
 @pytest.mark.parametrize("name", RECOVERING)
 def test_example_recovers_from_running_out_of_memory_and_learns(name: str) -> None:
     launcher, example, package, recovery, steps = RECOVERING[name]

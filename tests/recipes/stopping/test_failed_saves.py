@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from tests.ranks import run_on_ranks
 from tests.recipes.running import demo_config, load_ours
-from torchtune_adaptive.checkpoints import manager, store
+from torchtune_adaptive.checkpoints import manager, rank_0, store
 from torchtune_adaptive.errors import AdaptiveError, CheckpointError, CollectiveFailedError, UnrecoverableError
 from torchtune_adaptive.lifecycle import distributed
 
@@ -41,15 +41,15 @@ def raising(function: str, error: Exception) -> Callable[[Any], Any]:
 @contextmanager
 def stale_mount(_: Any) -> Iterator[None]:
     """Rank 1 learns of the failure when rank 0 has removed its files already."""
-    error, on_rank_0 = OSError(errno.ESTALE, "Stale file handle"), manager.on_rank_0
+    error, run = OSError(errno.ESTALE, "Stale file handle"), rank_0.run
 
     def late(*args: Any, **kwargs: Any) -> Any:
-        found = on_rank_0(*args, **kwargs)
+        found = run(*args, **kwargs)
         time.sleep(2 * dist.get_rank())
         return found
 
     with (
-        mock.patch.object(manager, "on_rank_0", late),
+        mock.patch.object(rank_0, "run", late),
         mock.patch.object(manager.CheckpointManager, "_write", side_effect=error),
         mock.patch.object(shutil, "disk_usage", side_effect=error),
     ):
@@ -77,7 +77,7 @@ def slow_disk(patience_s: float) -> Callable[[Any], Any]:
         dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_s), group)
         with (
             mock.patch.object(manager.CheckpointManager, "_write", write_slowly),
-            mock.patch.multiple(manager, MESSAGE_EVERY_S=0.5, PATIENCE_S=patience_s),
+            mock.patch.multiple(rank_0, MESSAGE_EVERY_S=0.5, PATIENCE_S=patience_s),
         ):
             yield
         dist.distributed_c10d._set_pg_timeout(timedelta(minutes=5), group)
@@ -105,7 +105,7 @@ CASES = {
     "nan": Case(weight_of_rank_1_is_nan, CheckpointError),
     "lost peer": Case(raising("manager.gather_weights", RuntimeError(LOST)), CollectiveFailedError, ("step_6",)),
     "no progress": Case(slow_disk(patience_s=1.0), CheckpointError, ("step_6", "rank 0")),
-    "slow": Case(slow_disk(patience_s=manager.PATIENCE_S), None),
+    "slow": Case(slow_disk(patience_s=rank_0.PATIENCE_S), None),
 }
 
 

@@ -4,9 +4,12 @@ another number of ranks. tests/recipes/long/test_crash.py resumes on the same ra
 
 import json
 import os
+import time
 from collections.abc import Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch.distributed as dist
@@ -17,6 +20,7 @@ from tests.recipes.running import demo_config, load_ours, run_as_command, train_
 from tests.timeline import read_timeline
 from tests.unit.checkpoints.test_resuming import config
 from tests.unit.lifecycle.test_run_state import another_run
+from torchtune_adaptive.checkpoints import rank_0, store
 from torchtune_adaptive.checkpoints.resuming import find_start
 from torchtune_adaptive.cli.main import Condition, condition_of
 from torchtune_adaptive.config.checks import read_full_settings
@@ -48,6 +52,19 @@ def test_unshared_disk_is_detected_even_after_an_earlier_run(tmp_path: Path) -> 
     (own / ".saving").mkdir(parents=True)  # left by an earlier run
     with pytest.raises(ConfigError, match="rank 1"):
         find_start(read_full_settings(config(own)), "full", ranks=2)
+
+
+@on_ranks(2)
+def test_start_may_take_longer_than_the_timeout_of_the_process_group(tmp_path: Path) -> None:
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=2), dist.group.WORLD)
+    find = store.find_checkpoints
+
+    def find_slowly(directory: Path) -> Any:
+        time.sleep(4)
+        return find(directory)
+
+    with mock.patch.object(store, "find_checkpoints", find_slowly), mock.patch.object(rank_0, "MESSAGE_EVERY_S", 0.5):
+        find_start(read_full_settings(config(tmp_path)), "full", ranks=2).release()
 
 
 SAMPLES = 96  # divisible by 1, 2 and 3 ranks without padding
