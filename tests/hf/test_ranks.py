@@ -137,7 +137,7 @@ def test_data_collator_that_does_not_pad_trains_like_stock(sharded: bool, tmp_pa
         ours = train(tmp_path, AdaptiveArguments(), arguments=settings, data_collator=collator, faults=faults, **data)
         assert difference(ours, stock) < 1e-6
         assert ours.column("oom_recoveries")[-1] == len(faults)
-    with pytest.raises(RecoveryUnsupportedError, match="cannot collate"):
+    with pytest.raises(RecoveryUnsupportedError, match="could not collate"):
         train(
             tmp_path,
             AdaptiveArguments(),

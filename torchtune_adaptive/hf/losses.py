@@ -63,8 +63,7 @@ NOT_SPLIT = (
     "uses no batch normalization and draws no random numbers for each row"
 )
 CHECK_FAILED = (
-    "the check of the loss, which needs two short samples in one batch, ran out of memory, or the data collator cannot "
-    "collate them"
+    "the check of the loss, which needs two short samples in one batch, could not collate them or ran out of memory"
 )
 UNDECIDED = (
     "the check of the loss does not show if a step can be split, because the losses of short samples are equal (for "
