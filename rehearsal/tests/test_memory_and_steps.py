@@ -255,6 +255,20 @@ def test_optimizers_with_the_same_weights_take_a_step_together_unless_one_replac
         assert 1 <= step["allocated_bytes"] / (state + 3 * 4096 * 4096 * 4) < 1.35
 
 
+def test_gradients_are_added_in_place_as_in_a_run(rehearse: Rehearse) -> None:
+    script = """
+        import torch
+
+        for rows in 8, 2**15:  # gradients whose values a rehearsal could compute, and large ones
+            x = torch.zeros(rows, 1024, device="cuda", requires_grad=True)
+            y = 2 * x
+            before = torch.cuda.memory_stats()["allocation.all.allocated"]
+            (y[0].sum() + y[1].sum() + y[2].sum()).backward()
+            print(torch.cuda.memory_stats()["allocation.all.allocated"] - before, flush=True)
+    """
+    assert rehearse(script).printed.startswith("10\n10\n")  # without a rehearsal, torch prints the same
+
+
 def test_optimizer_that_takes_no_step_is_reported_and_no_answer_if_it_may_still_take_one(rehearse: Rehearse) -> None:
     script = """
         import torch

@@ -18,7 +18,7 @@ from gpu_rehearsal.report.record import NEEDS_OTHERS
 from gpu_rehearsal.values.followed import KINDS
 from gpu_rehearsal.values.guesses import Guesses
 from gpu_rehearsal.values.kernels import Kernel, Kernels
-from gpu_rehearsal.values.known import LARGE, Known, is_large, on_host
+from gpu_rehearsal.values.known import LARGE, Known, is_gradient, is_large, on_host
 
 LARGE_TO_SEND = 2**20
 """Tensors with at least this many elements are not sent."""
@@ -119,7 +119,7 @@ class DeviceValues:
             self._write_of_other_ranks(name, args, group, reduction, [on_host(each) for each in written])
         for each in written:
             (self.known.add if known and each.is_cuda else self.known.forget)(each)
-            if group.size() == dist.get_world_size() and name in _EQUAL_ON_RANKS:
+            if group.size() == dist.get_world_size() and name in _EQUAL_ON_RANKS and not is_gradient(each):
                 vars(each.untyped_storage())["equal"] = _version(each)
         return result
 

@@ -32,7 +32,11 @@ class _Fact:
 
 
 class Known:
-    """Facts about the values of tensors on the device. A fact ends with its storage, or if this moves."""
+    """Facts about the values of tensors on the device. A fact ends with its storage, or if this moves.
+
+    Each fact adds a reference to its storage, because `untyped_storage` does. Autograd adds gradients in place only if
+    they have a single reference, so there are no facts about gradients.
+    """
 
     def __init__(self) -> None:
         self._facts: dict[int, _Fact] = {}
@@ -52,6 +56,8 @@ class Known:
 
     def add(self, tensor: torch.Tensor) -> None:
         """Note that a tensor's values are known, because they were written into its memory."""
+        if not tensor.numel() or (is_gradient(tensor) and self._fact(tensor) is None):
+            return
         size = tensor.untyped_storage().nbytes()
         if _is_whole(tensor):
             self._new_fact(tensor).known = True
@@ -65,10 +71,10 @@ class Known:
 
     def forget(self, tensor: torch.Tensor) -> None:
         """Note that a tensor's values have changed and are unknown."""
-        if not self._facts or not tensor.is_cuda or (fact := self._fact(tensor)) is None:
+        if not self._facts or not tensor.is_cuda or not tensor.numel() or (fact := self._fact(tensor)) is None:
             return
         if fact.known is False or _is_whole(tensor):
-            del self._facts[tensor.untyped_storage()._cdata]
+            del self._facts[_key(tensor)]
             return
         fact.bounds = None
         if fact.known is True:
@@ -88,14 +94,13 @@ class Known:
 
     def set_bounds(self, tensor: torch.Tensor, bounds: Bounds) -> None:
         """Note the bounds of a tensor that is not known."""
-        if tensor.is_cuda and bounds != (-inf, inf) and _is_whole(tensor):
+        if tensor.is_cuda and bounds != (-inf, inf) and not is_gradient(tensor) and _is_whole(tensor):
             self._new_fact(tensor).bounds = bounds
 
     def _fact(self, tensor: torch.Tensor) -> _Fact | None:
-        storage = tensor.untyped_storage()
-        fact = self._facts.get(storage._cdata)
-        if fact is not None and (fact.address != storage.data_ptr() or fact.storage.expired()):
-            del self._facts[storage._cdata]
+        fact = self._facts.get(key := _key(tensor))
+        if fact is not None and fact.address != _address(tensor):
+            del self._facts[key]
             return None
         return fact
 
@@ -115,17 +120,34 @@ def is_large(tensor: torch.Tensor) -> bool:
     return tensor.numel() >= (LARGE if exact else LARGE_FLOATS)
 
 
+def is_gradient(tensor: torch.Tensor) -> bool:
+    """Return True for a tensor that autograd may add another one to: it is computed in a backward pass."""
+    in_backward = not torch.is_grad_enabled() and torch._C._current_autograd_node() is not None
+    return in_backward and (tensor.is_floating_point() or tensor.is_complex())
+
+
 def on_host(value: Any) -> Any:
     """Return a tensor of the host that uses the memory of one on the device, because no kernel could copy it."""
     if not isinstance(value, torch.Tensor) or not value.is_cuda:
         return torch.device("cpu") if isinstance(value, torch.device) else value
     found = torch.empty(0, dtype=value.dtype, device="cpu")
-    storage = value.untyped_storage()
-    if not storage.nbytes():
+    if not value.numel() or not _address(value):
         return found.new_empty(value.size())
-    settle(storage.data_ptr(), storage.nbytes())
-    memory = torch._C._construct_storage_from_data_pointer(storage.data_ptr(), torch.device("cpu"), storage.nbytes())
-    return found.set_(memory, value.storage_offset(), value.size(), value.stride())
+    last = sum((size - 1) * stride for size, stride in zip(value.size(), value.stride(), strict=True))
+    address, size = value.data_ptr(), (last + 1) * value.element_size()
+    settle(address, size)
+    memory = torch._C._construct_storage_from_data_pointer(address, torch.device("cpu"), size)
+    return found.set_(memory, 0, value.size(), value.stride())
+
+
+def _key(tensor: torch.Tensor) -> int:
+    """Return `_cdata` of a tensor's storage, without a new reference."""
+    return torch._C._storage_id(tensor)  # type: ignore[attr-defined, no-any-return]
+
+
+def _address(tensor: torch.Tensor) -> int:
+    """Return the address of the storage of a tensor with elements."""
+    return tensor.data_ptr() - int(tensor.storage_offset()) * tensor.element_size()
 
 
 def _is_whole(tensor: torch.Tensor) -> bool:
