@@ -13,7 +13,7 @@ from typing import Any
 from gpu_rehearsal.gpus import Gpu
 from gpu_rehearsal.processes.representatives import representatives
 from gpu_rehearsal.processes.start import rehearse_once
-from gpu_rehearsal.report.record import END, END_OF_STEP, NOT_FINITE, USUAL
+from gpu_rehearsal.report.record import END, END_OF_STEP, FIRST, NOT_FINITE, USUAL
 from gpu_rehearsal.report.result import RehearsalResult
 from gpu_rehearsal.settings import MOST_RANKS, RankSettings
 
@@ -34,11 +34,15 @@ def rehearse_with_values(
         settings = settings._replace(together=chosen, rank=chosen[-1])
     settings = settings._replace(ranks=ranks)
     found = _rehearse(settings._replace(follows=True), command, gpu, quiet=quiet)
-    raised = "raised" in str(found.hang) if found.hang else found.status > 0
-    if found.fits is None and found.places_read and raised and not found.interrupted:
+    if _raised_after_read(found):
         if not quiet:
             print("rehearse: perhaps a function needs a float of Python: once more, with such", file=sys.stderr)
         found = _rehearse(settings, command, gpu, quiet=quiet)
+        if _raised_after_read(found):
+            if not quiet:
+                print("rehearse: perhaps a guessed value is too small: once more, with the largest", file=sys.stderr)
+            largest = _rehearse(settings._replace(largest=found.places_read), command, gpu, quiet=quiet)
+            return _instead(found, largest) if largest.fits else found
     checks = found.end.get("checks_for_nan")
     if not found.fits or not (found.decisions or checks):
         return found
@@ -86,6 +90,20 @@ def rehearse_with_values(
     apart = _hang_of_one(found, differing) if len(found.rank_peaks) > 1 else {}
     found = _merged(found, others)
     return replace(found, cpu_s=sum(spent), ended_by=next(iter(ends), ""), hang_of_one=apart)
+
+
+def _raised_after_read(found: RehearsalResult) -> bool:
+    """Return True if there is no answer, because the script has raised an error after it has read unknown values."""
+    raised = "raised" in str(found.hang) if found.hang else found.status > 0
+    return found.fits is None and bool(found.places_read) and raised and not found.interrupted
+
+
+def _instead(failed: RehearsalResult, largest: RehearsalResult) -> RehearsalResult:
+    """Return a rehearsal with the largest values, and name the last line that has read one before the error without."""
+    place = next((each for each in reversed(failed.places_read) if each in failed.decisions), failed.last_read)
+    tried = {"verdict": failed.verdict().partition("; ")[0], "higher": False, "failed": True, "reserved_bytes": None}
+    untried = [each for each in largest.decisions if each != place]
+    return replace(largest, tried=[{"place": FIRST + place, **tried}], untried=untried)
 
 
 def _hang_of_one(found: RehearsalResult, differing: Callable[..., RehearsalResult | None]) -> dict[str, Any]:

@@ -46,6 +46,8 @@ class RankSettings(NamedTuple):
     """Values that are read at `file:line`."""
     kept: Sequence[str] | None = None
     """Other unknown values are random, except at these places (`file:line`); None: all are the usual ones."""
+    largest: Sequence[str] = ()
+    """Places (`file:line`) whose unknown values are the largest within bounds, instead of the usual ones."""
     apart: int | None = None
     """The only rank whose unknown values are random."""
     not_finite: bool = False

@@ -4,12 +4,14 @@ import re
 import signal
 import subprocess
 from functools import partial
+from pathlib import Path
+from textwrap import dedent
 
 import pytest
 
 from gpu_rehearsal.report.result import RehearsalResult
 from tests.conftest import Rehearse
-from tests.scripts import GIB, ONE_STEP
+from tests.scripts import GIB, ONE_STEP, lines_of, marked
 
 BOX = """
 import sys
@@ -90,6 +92,57 @@ def test_script_that_exits_after_a_caught_oom_has_no_verdict(rehearse: Rehearse)
     assert (found["fits"], len(found["caught"])) == (None, 1)
     assert "no step followed, but the script ended with success" in found["verdict"]
     assert rehearse(script, command=("train.py", "text")).printed.endswith("that is all\n")
+
+
+BATCHES = {
+    "count of a mask": """
+        count = int((torch.randn(64, device="cuda") > 0).sum())  # guessed
+        rows = torch.zeros(count, 1024, device="cuda").view(count, -1)
+    """,
+    "unique": """
+        kinds = torch.randint(0, 64, (4096,), device="cuda").unique()  # guessed
+        kinds[1]
+        rows = torch.zeros(kinds.numel(), 1024, device="cuda")
+    """,
+    "longest": """
+        lengths = (torch.randint(0, 9, (8, 64), device="cuda") > 0).sum(1)
+        rows = torch.stack([torch.zeros(1024, device="cuda") for _ in range(int(lengths.max()))])  # guessed
+    """,
+}
+"""The number of rows, 64 at most, depends on a value whose smallest guess is an error."""
+COUNTED = """
+    import torch
+
+    open("runs", "a").write("x")
+"""
+USED = """
+    print("rows", rows.numel() // 1024, flush=True)
+    model = torch.nn.Linear(1024, 1024).cuda()
+    model(rows).sum().backward()
+    torch.optim.SGD(model.parameters()).step()
+"""
+
+
+@pytest.mark.smoke("longest")
+@pytest.mark.parametrize("batch", BATCHES.values(), ids=BATCHES)
+def test_error_that_a_small_guess_has_caused_is_avoided_by_the_largest(
+    rehearse: Rehearse, tmp_path: Path, batch: str
+) -> None:
+    script = "".join(map(dedent, (COUNTED, batch, USED)))
+    answer = rehearse(script, "--steps", "1", status=0)
+    (line,) = marked(script)
+    assert "rows 64\n" in answer.printed
+    assert f"; memory depends on a guessed value at train.py:{line} (see below)" in answer.found["verdict"]
+    assert lines_of(answer.found["guesses"]) == [line]
+    assert len((tmp_path / "runs").read_text()) == 3  # the second without following numbers
+
+
+def test_error_that_the_largest_value_does_not_avoid_stays_the_answer(rehearse: Rehearse, tmp_path: Path) -> None:
+    batch = BATCHES["longest"] + "    raise ValueError(f'{len(rows)} rows')\n"
+    answer = rehearse("".join(map(dedent, (COUNTED, batch))), status=2)
+    assert "RuntimeError: stack expects a non-empty TensorList" in answer.found["verdict"]
+    assert "ValueError: 64 rows" in answer.printed
+    assert (answer.found["guesses"], len((tmp_path / "runs").read_text())) == ([], 3)
 
 
 CHILDREN = """

@@ -126,6 +126,7 @@ def main(
 
     guesses, values.skew = values.guesses, settings.skew
     guesses.kept, guesses.fixed, guesses.not_finite = settings.kept, settings.fixed, settings.not_finite
+    guesses.largest = settings.largest
     guesses.on_read, guesses.on_routing = recorder.has_read, recorder.routes
     guesses.on_decision, guesses.follows = recorder.has_decided, settings.follows
     values.alone = settings.together is None

@@ -55,7 +55,7 @@ def rehearse_once(
     device = environment(memory=memory["usable_bytes"], devices=settings.devices_of(likely), capability=gpu.capability)
     device["NULL_CUDA_NAME"] = f"NVIDIA {gpu.name.upper()} (null device)"  # scripts look for parts such as H100
     environ = script_environment({**DEFAULTS, **os.environ, **_FIXED, **device})
-    again = ", again with other values" * (settings.kept is not None or settings.not_finite)
+    again = ", again with other values" * (settings.kept is not None or settings.not_finite or bool(settings.largest))
     what = gpu.name + (f", {count_of(settings.ranks, 'rank')}" if settings.ranks else "") + again
     with tempfile.TemporaryDirectory() as folder, shown(what, Path(folder)):
         request = {"record": folder, "given": settings._asdict(), "command": command}

@@ -18,7 +18,7 @@ from gpu_rehearsal.report.step_time import StepTime, Work, estimate
 GIB = 2**30
 COMPARED = "compared"
 """The file with the result of comparing the calls of all ranks."""
-USUAL, NOT_FINITE = "the values of the first rehearsal", "NaN at "
+USUAL, NOT_FINITE, FIRST = "the values of the first rehearsal", "NaN at ", "the value of the first rehearsal at "
 """Descriptions of rehearsals, besides places with random values."""
 MOST_READS = 20_000
 """Reads that are recorded."""
@@ -245,4 +245,9 @@ class Record:
     @property
     def guesses(self) -> list[str]:
         """The places that read a value on which memory depends."""
-        return [each["place"].removeprefix(NOT_FINITE) for each in self.tried if each["place"] != USUAL]
+        return [place_in(each["place"]) for each in self.tried if each["place"] != USUAL]
+
+
+def place_in(description: str) -> str:
+    """Return the place in the description of a rehearsal."""
+    return description.removeprefix(NOT_FINITE).removeprefix(FIRST)

@@ -9,7 +9,7 @@ from enum import Enum, auto
 
 from gpu_rehearsal.formatting import count_of, ranks_named
 from gpu_rehearsal.hangs import explain
-from gpu_rehearsal.report.record import END, GIB, NOT_FINITE, USUAL, Record
+from gpu_rehearsal.report.record import END, FIRST, GIB, NOT_FINITE, USUAL, Record, place_in
 
 SHOWN_PLACES = 3
 ENDLESS = 16
@@ -134,7 +134,7 @@ def verdict(found: Record) -> str:
         case Outcome.DEPENDS:
             why = (
                 f"fits with {_most_reserved(found)}, but runs out of memory with {values_at(found.too_large)}: "
-                f"state the value (--fixed {found.too_large.removeprefix(NOT_FINITE)}=N)"
+                f"state the value (--fixed {place_in(found.too_large)}=N)"
             )
         case Outcome.UNUSED:
             what = "trained" if found.steps else "took no optimizer step"
@@ -147,13 +147,16 @@ def _guessed(found: Record) -> str:
     peaks = [size for each in found.tried if (size := each["reserved_bytes"])] + [found.run_peaks["reserved_bytes"]]
     differ = min(peaks) < MUCH_LESS * max(peaks)
     tried = [
-        each for each in found.tried if each["place"] != USUAL and (each["higher"] or (differ and not each["failed"]))
+        each
+        for each in found.tried
+        if each["place"].startswith(FIRST)
+        or (each["place"] != USUAL and (each["higher"] or (differ and not each["failed"])))
     ]
-    places = [each["place"].removeprefix(NOT_FINITE) for each in tried] + found.routing
+    places = [place_in(each["place"]) for each in tried] + found.routing
     recent = {each["at"] for each in found.reads[-ENDLESS:]} - {END}
     if found.out_of_memory and len(recent) == 1 and len(found.reads) >= ENDLESS:  # in a loop
         places += recent
-    failed = [each["place"] for each in found.tried if each["failed"]]
+    failed = [each["place"] for each in found.tried if each["failed"] and each not in tried]
     ends = f"{gib(min(peaks))} to {gib(max(peaks))} GiB, " * (len(peaks) > 1)
     return f"; memory depends on a guessed value at {shortened(places)} ({ends}see below)" * bool(
         places
@@ -234,7 +237,7 @@ def _on_rank(found: Record) -> str:
 
 def values_at(place: str) -> str:
     """Describe a rehearsal by the place with random values."""
-    return place if place.startswith((USUAL, NOT_FINITE)) else f"random values at {place}"
+    return place if place.startswith((USUAL, NOT_FINITE, FIRST)) else f"random values at {place}"
 
 
 def shortened(places: list[str]) -> str:

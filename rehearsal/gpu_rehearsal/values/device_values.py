@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from math import inf
 from operator import attrgetter
 from typing import Any
 
@@ -244,9 +245,14 @@ class DeviceValues:
             known = self.known.has(tensor)
             if not known and (size := kwargs.get("output_size")) is not None:  # of repeat_interleave
                 return torch.empty(size, dtype=tensor.dtype, device=tensor.device)
-            values, distinct = tensor.cpu(), None if known else self.guesses.stated()
+            bounds = None if known or tensor.is_floating_point() else self.known.bounds(tensor)
+            low, high = bounds if bounds and bounds[0] > -inf else (0, inf)
+            most = min(tensor.numel(), high - low + 1)
+            values, distinct = tensor.cpu(), None if known else self.guesses.distinct(most)
             if distinct and operation is not torch.ops.aten.repeat_interleave.Tensor:
-                values = torch.arange(tensor.numel()).clamp(max=distinct - 1).to(tensor.dtype).view(tensor.shape)
+                values = (
+                    torch.arange(tensor.numel()).clamp(max=distinct - 1).add(low).to(tensor.dtype).view(tensor.shape)
+                )
             return tree_map(lambda each: each.to(tensor.device), operation(values, *args, **kwargs))
 
         return run

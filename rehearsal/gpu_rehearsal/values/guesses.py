@@ -51,6 +51,8 @@ class Guesses:
         the text of the line and on how often it was reached."""
         self.fixed: Mapping[str, float] = {}
         """The values that the user states, by place. Further rehearsals use them only if one expression reads them."""
+        self.largest: Collection[str] = ()
+        """Places where values are not the usual ones, but the largest; 1 if they have no bounds."""
         self.not_finite = False
         """True: most floats are NaN, and checks for NaN and infinity find them."""
         self.decides_apart = False
@@ -86,7 +88,7 @@ class Guesses:
             self._drawn = chance, self._times[place]
             found = _random_float(*self._drawn)
             return _within(bounds, *self._drawn, found) if bounds else found
-        return math.nan if self._is_nan(place) else _nearest(bounds, 0.0)
+        return math.nan if self._is_nan(place) else self._usual(place, bounds, 0.0)
 
     def follow(self, read: Callable[[torch.Tensor], Any]) -> Callable[[torch.Tensor], Any]:
         """Wrap a function that reads a number. If this is random, so are the results of comparing it. Otherwise, note
@@ -131,7 +133,7 @@ class Guesses:
             found = _random_integer(chance, times)
             return int(_within(bounds, chance, times, found)) if bounds else found
 
-        return int(self._choose(_nearest(bounds, 0), draw))
+        return int(self._choose(_nearest(bounds, 0), draw, _largest(bounds)))
 
     def condition(self, usual: bool) -> bool:
         """Return the result of a condition on an unknown value.
@@ -148,7 +150,7 @@ class Guesses:
             return usual if continues is None else continues
         if continues is not None and not self.decides_apart and not reader.f_code.co_filename.startswith(_TORCH):
             usual = continues if self._times[place_of(reader)] < MOST_ITERATIONS else not continues
-        return bool(self._choose(usual, _random_condition))
+        return bool(self._choose(usual, _random_condition, usual or continues is None))
 
     def check(self, finite: bool) -> bool:
         """Return the result of a check for NaN or infinity, given that for finite numbers."""
@@ -168,7 +170,8 @@ class Guesses:
         if place in self.fixed and not chance:
             tensor.fill_(self.fixed[place])
         elif chance is None:
-            tensor.fill_(math.nan if self._is_nan(place) and tensor.is_floating_point() else _nearest(bounds, usual))
+            is_nan = self._is_nan(place) and tensor.is_floating_point()
+            tensor.fill_(math.nan if is_nan else self._usual(place, bounds, usual))
         elif tensor.dtype is torch.bool:
             tensor.copy_(torch.rand(tensor.shape, generator=_generator(chance)) < 0.5)
         elif not tensor.is_complex():
@@ -190,9 +193,10 @@ class Guesses:
             share = torch.rand(values.shape, generator=_generator(chance)) if self._times[place] > 1 else torch.ones(())
             values.copy_(share > 0.5 if values.dtype is torch.bool else values // 2 + share * (1.5 * values.abs() + 2))
 
-    def stated(self) -> float | None:
-        """Return the value that the user states for this place."""
-        return self.fixed.get(place_of(caller()))
+    def distinct(self, most: float) -> float | None:
+        """Return how many values are distinct: what the user states for this place, or the most; None for the usual."""
+        place = place_of(caller())
+        return self.fixed.get(place, most if place in self.largest else None)
 
     def selected(self, size: int) -> int:
         """Return how many elements a mask of this size selects, if it is too large to choose which."""
@@ -207,12 +211,17 @@ class Guesses:
         if caller().f_code.co_name != "load_balancing_loss_func":
             self.on_routing(place_of(caller()))
 
-    def _choose(self, usual: float, draw: Callable[[random.Random, int], float]) -> float:
-        """Report a read, and return the value that the user states, a random one or the usual one."""
+    def _usual(self, place: str, bounds: Bounds | None, value: float) -> float:
+        return _largest(bounds) if place in self.largest else _nearest(bounds, value)
+
+    def _choose(self, usual: float, draw: Callable[[random.Random, int], float], largest: float | None = None) -> float:
+        """Report a read, and return the value that the user states, a random one, the largest or the usual one."""
         place, chance = self._read()
         if place in self.fixed and not chance:
             return self.fixed[place]
-        return usual if chance is None else draw(chance, self._times[place])
+        if chance is not None:
+            return draw(chance, self._times[place])
+        return usual if largest is None or place not in self.largest else largest
 
     def _read(self, *, is_check: bool = False) -> tuple[str, random.Random | None]:
         """Report the place of a read. Return it with a source of random values; None if it gets the usual one."""
@@ -264,6 +273,10 @@ def _compare(apart: bool, chance: random.Random, times: int, usual: bool) -> boo
 
 def _nearest(bounds: Bounds | None, value: float) -> float:
     return max(bounds[0], min(bounds[1], value)) if bounds else value
+
+
+def _largest(bounds: Bounds | None) -> float:
+    return bounds[1] if bounds and max(map(abs, bounds)) < _MOST else _nearest(bounds, 1)
 
 
 def _within(bounds: Bounds, chance: random.Random, times: int, other: float) -> float:
