@@ -38,7 +38,7 @@ def rehearse_with_values(
         if not quiet:
             print("rehearse: perhaps a function needs a float of Python: once more, with such", file=sys.stderr)
         found = _rehearse(settings, command, gpu, quiet=quiet)
-        if _raised_after_read(found):
+        if _raised_after_read(found) and not once:
             if not quiet:
                 print("rehearse: perhaps a guessed value is too small: once more, with the largest", file=sys.stderr)
             largest = _rehearse(settings._replace(largest=found.places_read), command, gpu, quiet=quiet)

@@ -139,10 +139,13 @@ def test_error_that_a_small_guess_has_caused_is_avoided_by_the_largest(
 
 def test_error_that_the_largest_value_does_not_avoid_stays_the_answer(rehearse: Rehearse, tmp_path: Path) -> None:
     batch = BATCHES["longest"] + "    raise ValueError(f'{len(rows)} rows')\n"
-    answer = rehearse("".join(map(dedent, (COUNTED, batch))), status=2)
+    script = "".join(map(dedent, (COUNTED, batch)))
+    answer = rehearse(script, status=2)
     assert "RuntimeError: stack expects a non-empty TensorList" in answer.found["verdict"]
     assert "ValueError: 64 rows" in answer.printed
     assert (answer.found["guesses"], len((tmp_path / "runs").read_text())) == ([], 3)
+    rehearse(script, "--once", status=2)
+    assert len((tmp_path / "runs").read_text()) == 3 + 2
 
 
 CHILDREN = """
